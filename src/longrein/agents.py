@@ -1,0 +1,94 @@
+"""An agent: a policy, the engine that samples from it, and how it samples. What `run_trial` is given."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from longrein.contract import Engine, LongreinError, Sampling
+from longrein.noise import derive
+from longrein.recorder import History, Recorder
+from longrein.rendering import Rendering, rendering_for
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class Agent:
+    """A policy that acts in environments.
+
+    >>> agent = Agent.from_pretrained("Qwen/Qwen3-0.6B", sampling=Sampling(max_tokens=256))     # doctest: +SKIP
+    >>> Agent(model, tokenizer)                                                                 # doctest: +SKIP
+
+    Without `engine` the model samples in this process. `renderer` and `template_kwargs` are those of `rendering_for`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | None,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        engine: Engine | None = None,
+        sampling: Sampling | None = None,
+        renderer: str | None = None,
+        history: History = "sampled",
+        seed: int = 0,
+        **template_kwargs: Any,
+    ) -> None:
+        if model is None and engine is None:
+            raise LongreinError("an Agent needs a model to sample from, or an engine that has one")
+        self.policy_model = model
+        self.tokenizer = tokenizer
+        self.rendering: Rendering = rendering_for(tokenizer, renderer, **template_kwargs)
+        if engine is None:
+            from longrein.engines.transformers import TransformersEngine
+
+            assert model is not None
+            engine = TransformersEngine(model)
+        self.engine = engine
+        self.sampling = sampling or Sampling()
+        self.history: History = history
+        self.seed = seed
+        """Changes from trial to trial; a rollout's seed is made of this, its task and its number."""
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str, *, dtype: Any = None, **kwargs: Any) -> Agent:
+        """Load a causal model and its tokenizer from a folder or the hub. Weights are float32 unless `dtype` says."""
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype or torch.float32)
+        return cls(model, AutoTokenizer.from_pretrained(name_or_path), **kwargs)
+
+    @property
+    def context_length(self) -> int | None:
+        """How many tokens the policy can read and write in one conversation."""
+        if self.policy_model is None:
+            return None
+        return getattr(self.policy_model.config.get_text_config(), "max_position_embeddings", None)
+
+    def recorder(self) -> Recorder:
+        """A fresh recorder over this agent's engine."""
+        return Recorder(
+            self.engine,
+            self.rendering,
+            sampling=self.sampling,
+            history=self.history,
+            context_length=self.context_length,
+        )
+
+    def rollout_seed(self, task: Any, occurrence: int, index: int) -> int:
+        """The seed of a task's `index`-th rollout; the same in any environment, batch or order."""
+        return derive(self.seed, task, occurrence, index)
+
+
+def as_agent(agent: Any, tokenizer: Any) -> Agent:
+    """An `Agent`, also from an object that only gives text: `get_action(messages, state) -> (text, state)`."""
+    if isinstance(agent, Agent):
+        return agent
+    if callable(getattr(agent, "get_action", None)):
+        from longrein.engines.scripted import TextAgentEngine
+
+        return Agent(None, tokenizer, engine=TextAgentEngine(agent, rendering_for(tokenizer)))
+    raise LongreinError(
+        f"the agent is a {type(agent).__name__}; it must be a longrein.Agent or have get_action(messages, state)"
+    )

@@ -1,0 +1,1 @@
+"""Who samples: one file an engine, each with the `Engine` interface of `longrein.contract`."""

@@ -1,0 +1,146 @@
+"""Datasets of tasks: rows `{env_class_path, env_config, task_data}`, whatever the dicts hold.
+
+`datasets` merges dict columns over all rows (`{"a": 1}` and `{"b": 2}` both come back with `a` and `b`), so the two dict
+columns are stored as JSON and come back exactly as they went in.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longrein.contract import LongreinError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+COLUMNS = ("env_class_path", "env_config", "task_data")
+
+
+def task_dataset(rows: Iterable[dict[str, Any]]) -> Dataset:
+    """A `datasets.Dataset` of the given rows, each dict exactly as given.
+
+    >>> rows = [{"env_class_path": "longrein.envs.TreasureHunt", "env_config": {}, "task_data": {"seed": 1}}]
+    >>> task_dataset(rows)[0]["task_data"]
+    {'seed': 1}
+    """
+    from datasets import Dataset, Features, Json, Value
+
+    rows = [checked_row(row, index) for index, row in enumerate(rows)]
+    features = Features(env_class_path=Value("string"), env_config=Json(), task_data=Json())
+    return Dataset.from_dict({column: [row[column] for row in rows] for column in COLUMNS}, features=features)
+
+
+def load_tasks(source: str, *, env_class_path: str | None = None, env_config: dict[str, Any] | None = None) -> Dataset:
+    """Tasks from a JSONL or parquet file, a folder saved by `datasets`, or the hub (`owner/name`, `owner/name:split`).
+
+    Rows without `env_class_path` are task data for the given environment.
+    """
+    from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+
+    path = Path(source)
+    if path.suffix in (".jsonl", ".json", ".ndjson") and path.is_file():
+        with path.open() as lines:
+            rows = [_json_line(line, number, source) for number, line in enumerate(lines, 1) if line.strip()]
+    else:
+        if path.suffix == ".parquet" and path.is_file():
+            loaded = Dataset.from_parquet(str(path))
+        elif path.is_dir():
+            loaded = load_from_disk(str(path))
+        elif path.suffix in (".jsonl", ".json", ".ndjson", ".parquet"):
+            raise LongreinError(f"there is no file {source!r}")
+        else:
+            name, _, split = source.partition(":")
+            try:
+                loaded = load_dataset(name, split=split or "train")
+            except Exception as error:  # the hub's client raises a different class for every way of not finding something
+                raise LongreinError(
+                    f"{source!r} is no file or folder here, and the hub gave: {type(error).__name__}: {error}"
+                ) from error
+        if isinstance(loaded, DatasetDict):
+            loaded = loaded["train"] if "train" in loaded else next(iter(loaded.values()))
+        refuse_merged(loaded)
+        rows = [dict(row) for row in loaded]
+    if not rows:
+        raise LongreinError(f"{source!r} holds no rows")
+    if "env_class_path" not in rows[0]:
+        if env_class_path is None:
+            raise LongreinError(
+                f"the rows of {source!r} have the columns {', '.join(rows[0])}: without `env_class_path` the environment "
+                "must be named (`--env`)"
+            )
+        rows = [
+            {
+                "env_class_path": env_class_path,
+                "env_config": dict(env_config or {}),
+                "task_data": row["task_data"] if set(row) == {"task_data"} else row,
+            }
+            for row in rows
+        ]
+    return task_dataset(rows)
+
+
+def checked_row(row: dict[str, Any], index: int) -> dict[str, Any]:
+    """The row with its two dicts as dicts; JSON strings are read. Refused with the name of the column that does not fit."""
+    for column in COLUMNS:
+        if column not in row:
+            raise LongreinError(
+                f"row {index} has no {column!r}: it has {', '.join(map(repr, row)) or 'nothing'}; every row needs "
+                f"{', '.join(COLUMNS)}"
+            )
+    if not isinstance(row["env_class_path"], str) or not row["env_class_path"]:
+        raise LongreinError(f"row {index}: env_class_path is {row['env_class_path']!r}; it must be a dotted class path")
+    return {
+        "env_class_path": row["env_class_path"],
+        "env_config": _as_dict(row["env_config"], "env_config", index),
+        "task_data": _as_dict(row["task_data"], "task_data", index),
+    }
+
+
+def refuse_merged(dataset: Any) -> None:
+    """Refuse a dataset whose dict columns `datasets` filled up with None: what the rows said is no longer there."""
+    features = getattr(dataset, "features", None) or {}
+    for column in ("env_config", "task_data"):
+        feature = features.get(column)
+        if not isinstance(feature, dict):
+            continue
+        for index, row in enumerate(dataset.select_columns([column]) if hasattr(dataset, "select_columns") else dataset):
+            if (name := _none_field(row[column])) is not None:
+                raise LongreinError(
+                    f"row {index}: {column}[{name!r}] is None. `datasets` merges dict columns and fills what a row did not "
+                    "have with None, so the rows cannot be trusted. Build the dataset with "
+                    "`longrein.envs.task_dataset(rows)`, which keeps each dict as it is."
+                )
+
+
+def _none_field(value: Any) -> str | None:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if inner is None:
+                return name
+            if (found := _none_field(inner)) is not None:
+                return f"{name}.{found}"
+    return None
+
+
+def _as_dict(value: Any, column: str, index: int) -> dict[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise LongreinError(f"row {index}: {column} is a string that is not JSON ({error}): {value[:80]!r}") from None
+    if not isinstance(value, dict):
+        raise LongreinError(f"row {index}: {column} is {value!r}; it must be a dict (or a JSON string of one)")
+    return value
+
+
+def _json_line(line: str, number: int, source: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise LongreinError(f"{source}, line {number}: not JSON ({error})") from None
+    if not isinstance(row, dict):
+        raise LongreinError(f"{source}, line {number}: {row!r} is not an object")
+    return row

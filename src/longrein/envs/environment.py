@@ -1,0 +1,243 @@
+"""An environment: a loop we own. One `Episode` object plays one rollout, once; `run_trial` plays them all at the same time.
+
+Always true of a trial: one rollout for each task and repeat, in task-major order; an episode that raises is one failed
+rollout with its cause and takes no other with it; an episode that runs into a limit is scored like any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import inspect
+import json
+import logging
+import math
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, TypeVar
+
+from longrein.agents import Agent, as_agent
+from longrein.contract import LongreinError, Message, Tool
+from longrein.recorder import ContextLengthError, Recorder, run_sync
+from longrein.rollout import CREDITS, Credit, Rollout, Trial, padded
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class EnvConfigError(LongreinError):
+    """An `env_config` that does not fit its environment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvConfig:
+    """The settings every environment has; an environment adds its own by subclassing this as its `Config`."""
+
+    max_turns: int = 16
+    """Model calls in an episode."""
+    max_tokens: int = 4096
+    """Tokens of the whole conversation, read and written."""
+    max_reply_tokens: int = 512
+    """Tokens of one reply."""
+    max_seconds: float | None = None
+    """Wall-clock time of an episode."""
+    credit: Credit = "spread"
+    """Where a step's reward goes: over the tokens of the reply that earned it, on its `last` token, or everything on the
+    `terminal` token of the episode."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_turns", "max_tokens", "max_reply_tokens"):
+            if not isinstance(value := getattr(self, name), int) or value < 1:
+                raise EnvConfigError(f"{name} is {value!r}; it must be a whole number of 1 or more")
+        if self.credit not in CREDITS:
+            raise EnvConfigError(f"credit is {self.credit!r}; it must be one of {', '.join(CREDITS)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What the environment answers to a reply."""
+
+    messages: Sequence[Message] = ()
+    """What the policy reads next."""
+    reward: float = 0.0
+    """Earned by the reply this answers."""
+    done: bool = False
+    success: bool | None = None
+    """Whether the episode was solved; unsaid, it was when its reward reached 1."""
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+class Episode(ABC):
+    """One rollout of one task: made, started, stepped to its end, thrown away. `start` and `step` may be async."""
+
+    tools: Sequence[Tool] = ()
+    """OpenAI function schemas offered to the policy."""
+
+    def __init__(self, task_data: dict[str, Any], config: Any) -> None:
+        self.task = task_data
+        self.config = config
+
+    @abstractmethod
+    def start(self) -> Sequence[Message] | Awaitable[Sequence[Message]]:
+        """The messages the policy reads first."""
+
+    @abstractmethod
+    def step(self, reply: Message) -> Step | Awaitable[Step]:
+        """What follows the policy's reply (an assistant message with `content` and maybe `tool_calls`)."""
+
+    def close(self) -> None | Awaitable[None]:
+        """Let go of what the episode holds; called once, however it ended."""
+
+
+class Environment(ABC):
+    """A family of tasks with one way to play them.
+
+    The smallest one:
+
+    >>> class EchoEpisode(Episode):
+    ...     def start(self):
+    ...         return [{"role": "user", "content": f"Say {self.task['word']}."}]
+    ...     def step(self, reply):
+    ...         return Step(reward=float(self.task["word"] in reply["content"]), done=True)
+    >>> class Echo(Environment):
+    ...     episode_class = EchoEpisode
+    """
+
+    Config: ClassVar[type[EnvConfig]] = EnvConfig
+    episode_class: ClassVar[type[Episode]]
+
+    def __init__(self, *, tokenizer: Any, env_config: dict[str, Any] | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.config = self.check_config(env_config or {})
+
+    @classmethod
+    def check_config(cls, env_config: dict[str, Any]) -> EnvConfig:
+        """The config as this environment's settings; refused with the name of the field that does not fit."""
+        known = [f.name for f in fields(cls.Config)]
+        for name in env_config:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise EnvConfigError(f"{cls.__name__} has no setting {name!r}.{hint} It has: {', '.join(known)}.")
+        try:
+            return cls.Config(**env_config)
+        except EnvConfigError as error:
+            raise EnvConfigError(f"{cls.__name__} refuses its env_config: {error}") from error
+        except (TypeError, ValueError) as error:
+            raise EnvConfigError(f"{cls.__name__} refuses env_config {env_config!r}: {error}") from error
+
+    @classmethod
+    def tasks(cls, count: int, *, seed: int = 0, env_config: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        """`count` tasks of this environment, the same for the same seed."""
+        raise LongreinError(f"{cls.__name__} makes no tasks of its own; give `longrein` a dataset of them")
+
+    @classmethod
+    def get_train_dataset(cls, count: int = 256, *, seed: int = 0, env_config: dict[str, Any] | None = None) -> Any:
+        """`tasks` as a dataset of `{env_class_path, env_config, task_data}` rows."""
+        from longrein.envs.datasets import task_dataset
+
+        path, config = class_path(cls), dict(env_config or {})
+        tasks = cls.tasks(count, seed=seed, env_config=config)
+        return task_dataset([{"env_class_path": path, "env_config": config, "task_data": task} for task in tasks])
+
+    def episode(self, task_data: dict[str, Any]) -> Episode:
+        """A fresh episode of a task."""
+        return self.episode_class(task_data, self.config)
+
+    def run_trial(self, task_data_list: Sequence[dict[str, Any]], agent: Any, num_rollouts: int = 1) -> Trial:
+        """Play every task `num_rollouts` times, all at once."""
+        agent = as_agent(agent, self.tokenizer)
+        self._check_context(agent)
+        rollouts = run_sync(self.play(task_data_list, agent, num_rollouts))
+        return padded(rollouts, pad_id=self._pad_id(), credit=self.config.credit)
+
+    async def play(self, tasks: Sequence[dict[str, Any]], agent: Agent, num_rollouts: int) -> list[Rollout]:
+        recorder = agent.recorder()
+        seen: Counter[str] = Counter()
+        episodes = []
+        for task in tasks:
+            key = json.dumps(task, sort_keys=True, default=str)
+            occurrence = seen[key]
+            seen[key] += 1
+            for index in range(num_rollouts):
+                rollout = recorder.open(
+                    f"{len(episodes)}", seed=agent.rollout_seed(task, occurrence, index), task=task, env=type(self).__name__
+                )
+                episodes.append(self._play_one(rollout, recorder))
+        return await asyncio.gather(*episodes)
+
+    async def _play_one(self, rollout: Rollout, recorder: Recorder) -> Rollout:
+        episode: Episode | None = None
+        try:
+            episode = self.episode(rollout.task)
+            await self._run_episode(episode, rollout, recorder)
+        except Exception as error:
+            rollout.failed = f"{type(error).__name__}: {error}"
+            rollout.reward, rollout.success = None, None
+            logger.warning("%s: a rollout failed: %s", type(self).__name__, rollout.failed, exc_info=True)
+        finally:
+            recorder.finish(rollout.id)
+            if episode is not None:
+                await _settled(episode.close())
+        return rollout
+
+    async def _run_episode(self, episode: Episode, rollout: Rollout, recorder: Recorder) -> None:
+        config, started = self.config, time.monotonic()
+        messages = list(await _settled(episode.start()))
+        rewards: list[float] = []
+        success: bool | None = None
+        sampling = replace(
+            recorder.sampling, max_tokens=min(config.max_reply_tokens, recorder.sampling.max_tokens or math.inf)
+        )
+        while rollout.limit is None:
+            if len(rollout.calls) >= config.max_turns:
+                rollout.limit = "turns"
+            elif config.max_seconds is not None and time.monotonic() - started > config.max_seconds:
+                rollout.limit = "time"
+            if rollout.limit is not None:
+                break
+            try:
+                call = await recorder.call(rollout.id, messages, episode.tools, sampling, max_length=config.max_tokens)
+            except ContextLengthError:
+                if not rollout.calls:
+                    raise
+                rollout.limit = "tokens"
+                break
+            step = await _settled(episode.step(call.reply))
+            if not math.isfinite(step.reward):
+                raise LongreinError(f"{type(episode).__name__}.step gave the reward {step.reward}; it must be a number")
+            rollout.update(call.id, reward=float(step.reward))
+            rewards.append(float(step.reward))
+            rollout.info |= step.info
+            success = step.success if step.success is not None else success
+            if step.done:
+                break
+            if not step.messages:
+                raise LongreinError(f"{type(episode).__name__}.step gave no messages and was not done; give one of them")
+            messages += [call.reply, *step.messages]
+        rollout.reward = math.fsum(rewards)
+        rollout.success = success if success is not None else rollout.reward >= 1.0
+
+    def _pad_id(self) -> int:
+        if (pad := self.tokenizer.pad_token_id) is None:
+            raise LongreinError("the tokenizer has no pad token; set `tokenizer.pad_token` (often to `eos_token`)")
+        return pad
+
+    def _check_context(self, agent: Agent) -> None:
+        if agent.context_length is not None and self.config.max_tokens > agent.context_length:
+            raise LongreinError(
+                f"{type(self).__name__} allows conversations of {self.config.max_tokens} tokens (`max_tokens`), the model "
+                f"reads {agent.context_length}: lower `max_tokens` in env_config or use a model with a longer context"
+            )
+
+
+def class_path(cls: type) -> str:
+    """The dotted path a dataset row names a class by."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+async def _settled(value: T | Awaitable[T]) -> T:
+    return await value if inspect.isawaitable(value) else value

@@ -1,0 +1,129 @@
+"""The treasure hunt of `make train`: notes lead from room to room, and only reading them leads to the coin.
+
+The rooms of a task are drawn anew for each, so nothing can be learned by heart: a policy that does not read the replies
+finds the coin about once in as many tries as there are rooms. A hunt of `hops` rooms needs `hops` looks and one answer.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from longrein.contract import LongreinError, Message, Tool
+from longrein.envs.environment import EnvConfig, EnvConfigError, Environment, Episode, Step
+
+ROOMS = (
+    "attic", "barn", "cellar", "den", "foyer", "garage", "hall", "kitchen", "larder", "library", "lounge", "nursery",
+    "office", "pantry", "porch", "shed", "stable", "study", "tower", "vault",
+)  # fmt: skip
+
+
+def _room_tool(name: str, description: str) -> Tool:
+    parameters = {"type": "object", "properties": {"room": {"type": "string"}}, "required": ["room"]}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+TOOLS: tuple[Tool, ...] = (
+    _room_tool("look", "Look into a room."),
+    _room_tool("answer", "Say where the coin is."),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuntConfig(EnvConfig):
+    max_turns: int = 6
+    max_tokens: int = 512
+    max_reply_tokens: int = 48
+    min_hops: int = 2
+    max_hops: int = 4
+    actions: Literal["tools", "text"] = "tools"
+    """Act by tool calls, or by lines like `look cellar` for models whose template has no tools."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.min_hops <= self.max_hops < len(ROOMS):
+            raise EnvConfigError(
+                f"min_hops is {self.min_hops} and max_hops {self.max_hops}; they must be in order, from 1 to {len(ROOMS) - 1}"
+            )
+        if self.actions not in ("tools", "text"):
+            raise EnvConfigError(f"actions is {self.actions!r}; it must be 'tools' or 'text'")
+
+
+class HuntEpisode(Episode):
+    def __init__(self, task_data: dict[str, Any], config: HuntConfig) -> None:
+        super().__init__(task_data, config)
+        rooms = task_data.get("rooms")
+        if not isinstance(rooms, list) or not rooms:
+            raise LongreinError(f"task_data['rooms'] is {rooms!r}; a hunt needs the list of rooms its notes lead through")
+        self.rooms: list[str] = rooms
+        self.tools: Sequence[Tool] = TOOLS if config.actions == "tools" else ()
+
+    def start(self) -> list[Message]:
+        return opening(self.rooms[0], self.config.actions)
+
+    def step(self, reply: Message) -> Step:
+        actions = _tool_actions(reply) if self.config.actions == "tools" else _text_actions(reply)
+        if not actions:
+            return Step(done=True)
+        if any(name == "answer" for name, _, _ in actions):
+            right = actions[0][:2] == ("answer", self.rooms[-1])
+            return Step(reward=float(right), done=True)
+        return Step(messages=[self._result(name, room, call_id) for name, room, call_id in actions])
+
+    def _result(self, name: str, room: str, call_id: str) -> Message:
+        text = look(self.rooms, room) if name == "look" else f"There is no {name}."
+        if self.config.actions == "tools":
+            return {"role": "tool", "tool_call_id": call_id, "content": text}
+        return {"role": "user", "content": text}
+
+
+class TreasureHunt(Environment):
+    """Find the coin by following notes: `look` into rooms, then `answer`."""
+
+    Config = HuntConfig
+    episode_class = HuntEpisode
+
+    @classmethod
+    def tasks(cls, count: int, *, seed: int = 0, env_config: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        config = cls.check_config(env_config or {})
+        assert isinstance(config, HuntConfig)
+        rng = random.Random(f"hunt-{seed}")
+        return [{"rooms": rng.sample(ROOMS, rng.randint(config.min_hops, config.max_hops))} for _ in range(count)]
+
+
+def opening(start: str, actions: str = "tools") -> list[Message]:
+    """The first messages of a hunt."""
+    text = f"Find the coin. Start in the {start}."
+    if actions == "text":
+        text += "\nReply with one line: `look ROOM` to look into a room, or `answer ROOM` once you see the coin."
+    return [{"role": "user", "content": text}]
+
+
+def look(rooms: Sequence[str], room: str) -> str:
+    """What is to be seen in a room of a hunt whose notes lead through `rooms`."""
+    if room == rooms[-1]:
+        return "The coin is here!"
+    if room in rooms:
+        return f"A note says: {rooms[rooms.index(room) + 1]}."
+    return "Nothing here."
+
+
+def _tool_actions(reply: Message) -> list[tuple[str, str, str]]:
+    actions = []
+    for call in reply.get("tool_calls") or ():
+        try:
+            arguments = json.loads(call["function"]["arguments"])
+        except ValueError:
+            arguments = None
+        room = arguments.get("room") if isinstance(arguments, dict) else None
+        actions.append((call["function"]["name"], str(room), call["id"]))
+    return actions
+
+
+def _text_actions(reply: Message) -> list[tuple[str, str, str]]:
+    found = re.search(r"\b(look|answer)\b\W*(?:into|in|at)?\W*(?:the)?\W*([a-z]+)", reply.get("content") or "", re.I)
+    return [(found[1].lower(), found[2].lower(), "")] if found else []

@@ -1,0 +1,349 @@
+"""Answers model calls and keeps their tokens: finds the call a request continues, splices, samples, records.
+
+Always true: a request that continues a recorded conversation gets the recorded tokens plus the tokens of its new messages,
+nothing rendered again; a request that does not is a new root. The noise of a reply depends on its rollout's seed and its
+path in the tree alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import threading
+from collections import Counter
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from longrein.contract import Engine, LongreinError, Message, Sampled, SampleRequest, Sampling, Tool
+from longrein.rendering import Rendering
+from longrein.rollout import Call, Rollout
+
+History = Literal["sampled", "as_sent"]
+T = TypeVar("T")
+
+
+class ContextLengthError(LongreinError):
+    """The prompt leaves no room for a reply in the model's context."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """What the recorder knows of a rollout besides its record."""
+
+    rollout: Rollout
+    ends: dict[bytes, list[str]] = field(default_factory=dict)
+    """Digest of a conversation up to and with a reply: the calls that gave it, oldest first."""
+    lost: dict[bytes, str] = field(default_factory=dict)
+    """Digest of a request: a call whose reply never reached whoever asked."""
+    tool_ids: dict[str, str] = field(default_factory=dict)
+    """A tool-call id minted here: the call it came from."""
+    paths: dict[str, bytes] = field(default_factory=dict)
+    """A call: the key of its path, its reply included."""
+    siblings: Counter[bytes] = field(default_factory=Counter)
+    """The key of a prompt: how often it was sampled."""
+    turns: list[str | None] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a request stands in its rollout's tree."""
+
+    parent: str | None
+    prompt_ids: list[int]
+    context_ids: list[int]
+    new_messages: tuple[Message, ...]
+    request_digest: bytes
+
+
+class Recorder:
+    """A `GenerateAPI` over an engine: every call it answers is in the record, token for token.
+
+    `history="sampled"` keeps what the model wrote in its later context, even what the caller dropped (reasoning);
+    `history="as_sent"` renders what the caller sent, at the price of branches.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        rendering: Rendering,
+        *,
+        sampling: Sampling | None = None,
+        history: History = "sampled",
+        context_length: int | None = None,
+    ) -> None:
+        if history not in ("sampled", "as_sent"):
+            raise LongreinError(f"history is {history!r}; it must be 'sampled' or 'as_sent'")
+        self.engine = engine
+        self.rendering = rendering
+        self.sampling = sampling or Sampling()
+        self.history = history
+        self.context_length = context_length
+        self._open: dict[str, _Open] = {}
+        self._lock = threading.Lock()
+
+    def open(self, rollout_id: str, *, seed: int = 0, task: Any = None, env: str = "") -> Rollout:
+        """Start the record of a rollout."""
+        with self._lock:
+            if rollout_id in self._open:
+                raise LongreinError(f"rollout {rollout_id!r} is already open")
+            state = _Open(Rollout(id=rollout_id, task=task, seed=seed, env=env))
+            self._open[rollout_id] = state
+        return state.rollout
+
+    def finish(self, rollout_id: str) -> Rollout:
+        """End the record of a rollout; later calls under its id are refused."""
+        with self._lock:
+            return self._state(rollout_id, pop=True).rollout
+
+    def generate(
+        self,
+        rollout_id: str,
+        turn: int,
+        messages: list[Message],
+        tools: list[Tool] | None = None,
+        sampling: Sampling | None = None,
+    ) -> str:
+        """The seam's `GenerateAPI`: one reply as text; its tokens are at `recorded(rollout_id, turn)`."""
+        call = run_sync(self.call(rollout_id, messages, tools or (), sampling, turn=turn))
+        ids = [int(i) for i in call.completion_ids]
+        while ids and ids[-1] in self.rendering.stop_ids:
+            ids.pop()
+        return self.rendering.decode(ids)
+
+    def recorded(self, rollout_id: str, turn: int) -> Call:
+        """The call that was answered as this turn of a rollout."""
+        state = self._state(rollout_id)
+        call_id = state.turns[turn] if 0 <= turn < len(state.turns) else None
+        if call_id is None:
+            raise LongreinError(f"rollout {rollout_id!r} has no recorded turn {turn}; it has {len(state.rollout.calls)}")
+        return state.rollout.calls[call_id]
+
+    async def call(
+        self,
+        rollout_id: str,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        sampling: Sampling | None = None,
+        *,
+        turn: int | None = None,
+        max_length: int | None = None,
+        delivered: bool = True,
+    ) -> Call:
+        """Answer one model call and record it. `max_length` bounds prompt and reply together, below the model's context.
+
+        A caller whose reply may get lost on the way passes `delivered=False`, then tells `deliver` or `lose`.
+        """
+        state = self._state(rollout_id)
+        with self._lock:
+            place = self._place(state, messages, tools)
+            if (lost := state.lost.pop(place.request_digest, None)) is not None:
+                self._number(state, lost, turn)
+                return state.rollout.update(lost, delivered=delivered)
+            prompt_key = self._prompt_key(state, place)
+            occurrence = state.siblings[prompt_key]
+            state.siblings[prompt_key] += 1
+        path_key = _digest(prompt_key, occurrence.to_bytes(8, "little"))
+        request = SampleRequest(
+            prompt_ids=place.prompt_ids,
+            sampling=self._within_context(sampling or self.sampling, len(place.prompt_ids), max_length),
+            stop_ids=self.rendering.stop_ids,
+            seed=int.from_bytes(path_key[:8], "little"),
+            rollout_id=rollout_id,
+            messages=messages,
+            tools=tools,
+        )
+        sampled = await self.engine.sample(request)
+        call = self._make_call(path_key[:8].hex(), place, tools, sampled, delivered)
+        with self._lock:
+            if self._open.get(rollout_id) is not state:
+                raise LongreinError(f"rollout {rollout_id!r} ended while this call was sampled; the reply is not recorded")
+            state.rollout.add(call)
+            state.ends.setdefault(_extend(place.request_digest, call.reply), []).append(call.id)
+            state.tool_ids |= {tool_call["id"]: call.id for tool_call in call.reply.get("tool_calls", ())}
+            state.paths[call.id] = _digest(path_key, call.completion_ids.tobytes())
+            self._number(state, call.id, turn)
+        return call
+
+    def deliver(self, rollout_id: str, call_id: str) -> None:
+        """The reply reached whoever asked."""
+        self._state(rollout_id).rollout.update(call_id, delivered=True)
+
+    def lose(self, rollout_id: str, call_id: str, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> None:
+        """The connection closed before the reply was delivered: the same request, sent again, joins this call."""
+        state = self._state(rollout_id)
+        with self._lock:
+            state.rollout.update(call_id, delivered=False)
+            state.lost[_conversation_digests(messages, tools)[-1]] = call_id
+
+    def _state(self, rollout_id: str, pop: bool = False) -> _Open:
+        state = self._open.pop(rollout_id, None) if pop else self._open.get(rollout_id)
+        if state is None:
+            raise LongreinError(f"rollout {rollout_id!r} is not open here; call `open` first, and nothing after `finish`")
+        return state
+
+    def _place(self, state: _Open, messages: Sequence[Message], tools: Sequence[Tool]) -> _Place:
+        if not messages:
+            raise LongreinError("a model call needs at least one message; it was given none")
+        digests = _conversation_digests(messages, tools)
+        whole = self.rendering.prompt(messages, tools) if self.history == "as_sent" else None
+        for known in range(len(messages) - 1, 0, -1):
+            calls = state.ends.get(digests[known])
+            if not calls:
+                continue
+            parent = self._nominated(state, messages[known - 1], calls)
+            new = tuple(messages[known:])
+            context = self._continue(state.rollout, parent, new, tools, whole)
+            if context is not None:
+                prompt = [*state.rollout.tokens(parent).tolist(), *context]
+                return _Place(parent, prompt, context, new, digests[-1])
+        prompt = whole if whole is not None else self.rendering.prompt(messages, tools)
+        return _Place(None, prompt, prompt, tuple(messages), digests[-1])
+
+    def _continue(
+        self, rollout: Rollout, parent: str, new: tuple[Message, ...], tools: Sequence[Tool], whole: list[int] | None
+    ) -> list[int] | None:
+        """What the request adds to the parent's tokens; None when it does not extend them."""
+        if whole is not None:
+            before = rollout.tokens(parent).tolist()
+            return whole[len(before) :] if whole[: len(before)] == before and len(whole) > len(before) else None
+        if not self.rendering.keeps_prefixes:
+            return None
+        call = rollout.calls[parent]
+        extension = self.rendering.extension(call.reply, new, tools)
+        if extension is None:
+            return None
+        if call.completion_ids.size and int(call.completion_ids[-1]) in self.rendering.stop_ids:
+            return extension
+        prompt = rollout.prompt(parent).tolist()
+        return [*self.rendering.close(prompt, call.completion_ids.tolist()), *extension]
+
+    def _nominated(self, state: _Open, reply: Message, calls: list[str]) -> str:
+        """Of several calls that gave the same reply to the same conversation, the one whose tool-call id is echoed."""
+        for tool_call in reply.get("tool_calls") or ():
+            if (call_id := state.tool_ids.get(tool_call.get("id", ""))) in calls:
+                return call_id
+        return calls[-1]
+
+    def _prompt_key(self, state: _Open, place: _Place) -> bytes:
+        above = str(state.rollout.seed).encode() if place.parent is None else state.paths[place.parent]
+        return _digest(above, np.asarray(place.context_ids, np.int32).tobytes())
+
+    def _within_context(self, sampling: Sampling, prompt_length: int, max_length: int | None) -> Sampling:
+        lengths = [length for length in (self.context_length, max_length) if length is not None]
+        if not lengths:
+            return sampling
+        room = min(lengths) - prompt_length
+        if room < 1:
+            raise ContextLengthError(
+                f"the prompt has {prompt_length} tokens and the limit is {min(lengths)}: no room for a reply"
+            )
+        return replace(sampling, max_tokens=min(room, sampling.max_tokens or room))
+
+    def _make_call(
+        self, call_id: str, place: _Place, tools: Sequence[Tool], sampled: Sampled, delivered: bool
+    ) -> Call:
+        reply = self.rendering.parse(sampled.ids, place.prompt_ids, tools)
+        for index, tool_call in enumerate(reply.get("tool_calls", ())):
+            tool_call["id"] = f"call_{call_id}_{index}"
+        asked_for_tool = sampled.finish_reason == "stop" and reply.get("tool_calls")
+        truncated = sampled.sampler_logprobs
+        return Call(
+            id=call_id,
+            parent=place.parent,
+            context_ids=np.asarray(place.context_ids, np.int32),
+            completion_ids=np.asarray(sampled.ids, np.int32),
+            logprobs=np.asarray(sampled.logprobs, np.float32),
+            sampler_logprobs=None if truncated is None else np.asarray(truncated, np.float32),
+            finish_reason="tool_calls" if asked_for_tool else sampled.finish_reason,
+            policy_version=sampled.policy_version,
+            messages=place.new_messages,
+            tools=tuple(tools),
+            reply=reply,
+            delivered=delivered,
+        )
+
+    @staticmethod
+    def _number(state: _Open, call_id: str, turn: int | None) -> None:
+        turn = len(state.turns) if turn is None else turn
+        state.turns += [None] * (turn + 1 - len(state.turns))
+        state.turns[turn] = call_id
+
+
+def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end from ordinary code, also from inside a running event loop (a notebook)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    outcome: list[Any] = []
+
+    def target() -> None:
+        try:
+            outcome.append((asyncio.run(coroutine), None))
+        except BaseException as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=target, name="longrein-run-sync")
+    thread.start()
+    thread.join()
+    value, error = outcome[0]
+    if error is not None:
+        raise error
+    return value
+
+
+def _digest(*parts: bytes) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()
+
+
+def _extend(digest: bytes, message: Message) -> bytes:
+    return _digest(digest, canonical(message).encode())
+
+
+def _conversation_digests(messages: Sequence[Message], tools: Sequence[Tool]) -> list[bytes]:
+    """Digest k speaks of the tools and the first k messages."""
+    digests = [_digest(json.dumps(list(tools), sort_keys=True, ensure_ascii=False).encode())]
+    for message in messages:
+        digests.append(_extend(digests[-1], message))
+    return digests
+
+
+def canonical(message: Message) -> str:
+    """A message as it is compared: what programs change without meaning to (spacing and key order in tool arguments,
+    text or parts, empty or absent content, ids, reasoning, cache marks) makes no difference."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(_canonical_part(part) for part in content)
+    content = content or ""
+    if message.get("role") == "assistant":
+        content = content.strip()
+    calls = [
+        [call["function"]["name"], _canonical_arguments(call["function"].get("arguments"))]
+        for call in message.get("tool_calls") or ()
+    ]
+    return json.dumps([message.get("role"), content, calls], ensure_ascii=False)
+
+
+def _canonical_part(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if "text" in part:
+        return part["text"]
+    return json.dumps({k: v for k, v in part.items() if k != "cache_control"}, sort_keys=True)
+
+
+def _canonical_arguments(arguments: Any) -> str:
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError:
+            return arguments
+    return json.dumps(arguments or {}, sort_keys=True, ensure_ascii=False)
