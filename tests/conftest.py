@@ -1,0 +1,91 @@
+"""Real parts for the tests: tokenizers and models from the cache that the Makefile fills, and small random models."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+
+from longrein.rendering import Rendering, rendering_for
+
+CACHE = Path(__file__).parent.parent / ".cache"
+FOLDERS = {
+    "qwen3": "tokenizers/qwen3",
+    "qwen2_5": "tokenizers/qwen2_5",
+    "llama3_2": "tokenizers/llama3_2",
+    "mistral_nemo": "tokenizers/mistral_nemo",
+    "smollm2": "smollm2",
+    "tiny": "tiny",
+}
+
+hypothesis.settings.register_profile("longrein", deadline=None, derandomize=bool(os.environ.get("CI")))
+hypothesis.settings.load_profile("longrein")
+
+
+def cached(name: str) -> Path:
+    """A folder of the cache. On CI a missing one is a failure, elsewhere a skip that says how to get it."""
+    folder = CACHE / FOLDERS[name]
+    if not any(folder.glob("*.json")):
+        message = f"{folder} is not there; `make test` fetches it"
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(message)
+    return folder
+
+
+@functools.cache
+def _tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@functools.cache
+def _rendering(folder: Path) -> Rendering:
+    return rendering_for(_tokenizer(folder))
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Callable[[str], Any]:
+    """The tokenizer of that name: `tokenizer("qwen3")`."""
+    return lambda name: _tokenizer(cached(name))
+
+
+@pytest.fixture(scope="session")
+def rendering() -> Callable[[str], Rendering]:
+    """The rendering of the tokenizer of that name: `rendering("qwen3")`."""
+    return lambda name: _rendering(cached(name))
+
+
+@pytest.fixture
+def random_model() -> Callable[..., Any]:
+    """A new small model of random weights in float32: `random_model(vocab_size=32, seed=1)`."""
+
+    def make(vocab_size: int = 64, seed: int = 0, **config: Any) -> Any:
+        import torch
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        settings = {
+            "vocab_size": vocab_size,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 512,
+            "initializer_range": 0.3,  # wide enough that the tokens differ in probability
+            "tie_word_embeddings": False,
+        }
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return Qwen3ForCausalLM(Qwen3Config(**{**settings, **config})).eval()
+
+    return make
