@@ -21,7 +21,7 @@ def derive(*parts: Any) -> int:
     True
     """
     text = json.dumps(parts, sort_keys=True, ensure_ascii=False, default=str)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:

@@ -8,10 +8,11 @@ path in the tree alone.
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
+import itertools
 import json
 import threading
-from collections import Counter
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
@@ -37,15 +38,23 @@ class _Open:
     rollout: Rollout
     ends: dict[bytes, list[str]] = field(default_factory=dict)
     """Digest of a conversation up to and with a reply: the calls that gave it, oldest first."""
-    lost: dict[bytes, str] = field(default_factory=dict)
-    """Digest of a request: a call whose reply never reached whoever asked."""
-    tool_ids: dict[str, str] = field(default_factory=dict)
-    """A tool-call id minted here: the call it came from."""
+    aliases: dict[bytes, bytes] = field(default_factory=dict)
+    """Digest of a conversation whose last reply is plain text as it was decoded: the one where it is a parsed message."""
+    lost: dict[bytes, list[str]] = field(default_factory=dict)
+    """Digest of a request: the calls whose reply never reached whoever asked, oldest first."""
     paths: dict[str, bytes] = field(default_factory=dict)
     """A call: the key of its path, its reply included."""
-    siblings: Counter[bytes] = field(default_factory=Counter)
-    """The key of a prompt: how often it was sampled."""
+    siblings: dict[bytes, set[int]] = field(default_factory=dict)
+    """The key of a prompt: the numbers of the calls that sample it. A call that failed gives its number back."""
     turns: list[str | None] = field(default_factory=list)
+
+    def digests(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[bytes]:
+        """Digest k speaks of the tools and the first k messages."""
+        digests = [_digest(_json(list(tools)))]
+        for message in messages:
+            digest = _extend(digests[-1], message)
+            digests.append(self.aliases.get(digest, digest))
+        return digests
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +118,7 @@ class Recorder:
     ) -> str:
         """The seam's `GenerateAPI`: one reply as text; its tokens are at `recorded(rollout_id, turn)`."""
         call = run_sync(self.call(rollout_id, messages, tools or (), sampling, turn=turn))
-        ids = [int(i) for i in call.completion_ids]
-        while ids and ids[-1] in self.rendering.stop_ids:
-            ids.pop()
-        return self.rendering.decode(ids)
+        return self._text(call)
 
     def recorded(self, rollout_id: str, turn: int) -> Call:
         """The call that was answered as this turn of a rollout."""
@@ -140,33 +146,39 @@ class Recorder:
         state = self._state(rollout_id)
         with self._lock:
             place = self._place(state, messages, tools)
-            if (lost := state.lost.pop(place.request_digest, None)) is not None:
-                self._number(state, lost, turn)
-                return state.rollout.update(lost, delivered=delivered)
+            if lost := state.lost.get(place.request_digest):
+                joined = lost.pop(0)
+                self._number(state, joined, turn)
+                return _copied(state.rollout.update(joined, delivered=delivered))
+            sampling = self._within_context(sampling or self.sampling, len(place.prompt_ids), max_length)
             prompt_key = self._prompt_key(state, place)
-            occurrence = state.siblings[prompt_key]
-            state.siblings[prompt_key] += 1
-        path_key = _digest(prompt_key, occurrence.to_bytes(8, "little"))
+            taken = state.siblings.setdefault(prompt_key, set())
+            number = next(n for n in itertools.count() if n not in taken)
+            taken.add(number)
+        path_key = _digest(prompt_key, number.to_bytes(8, "little"))
         request = SampleRequest(
             prompt_ids=place.prompt_ids,
-            sampling=self._within_context(sampling or self.sampling, len(place.prompt_ids), max_length),
+            sampling=sampling,
             stop_ids=self.rendering.stop_ids,
             seed=int.from_bytes(path_key[:8], "little"),
             rollout_id=rollout_id,
             messages=messages,
             tools=tools,
         )
-        sampled = await self.engine.sample(request)
-        call = self._make_call(path_key[:8].hex(), place, tools, sampled, delivered)
-        with self._lock:
-            if self._open.get(rollout_id) is not state:
-                raise LongreinError(f"rollout {rollout_id!r} ended while this call was sampled; the reply is not recorded")
-            state.rollout.add(call)
-            state.ends.setdefault(_extend(place.request_digest, call.reply), []).append(call.id)
-            state.tool_ids |= {tool_call["id"]: call.id for tool_call in call.reply.get("tool_calls", ())}
-            state.paths[call.id] = _digest(path_key, call.completion_ids.tobytes())
-            self._number(state, call.id, turn)
-        return call
+        try:
+            sampled = await self.engine.sample(request)
+            call = self._make_call(path_key[:8].hex(), place, tools, sampled, delivered)
+            with self._lock:
+                if self._open.get(rollout_id) is not state:
+                    raise LongreinError(
+                        f"rollout {rollout_id!r} ended while this call was sampled; the reply is not recorded"
+                    )
+                self._record(state, place, call, path_key)
+                self._number(state, call.id, turn)
+        except BaseException:  # a cancelled call too: asked again, it draws the same noise
+            taken.discard(number)
+            raise
+        return _copied(call)
 
     def deliver(self, rollout_id: str, call_id: str) -> None:
         """The reply reached whoever asked."""
@@ -177,7 +189,7 @@ class Recorder:
         state = self._state(rollout_id)
         with self._lock:
             state.rollout.update(call_id, delivered=False)
-            state.lost[_conversation_digests(messages, tools)[-1]] = call_id
+            state.lost.setdefault(state.digests(messages, tools)[-1], []).append(call_id)
 
     def _state(self, rollout_id: str, pop: bool = False) -> _Open:
         state = self._open.pop(rollout_id, None) if pop else self._open.get(rollout_id)
@@ -188,45 +200,58 @@ class Recorder:
     def _place(self, state: _Open, messages: Sequence[Message], tools: Sequence[Tool]) -> _Place:
         if not messages:
             raise LongreinError("a model call needs at least one message; it was given none")
-        digests = _conversation_digests(messages, tools)
+        digests = state.digests(messages, tools)
         whole = self.rendering.prompt(messages, tools) if self.history == "as_sent" else None
         for known in range(len(messages) - 1, 0, -1):
             calls = state.ends.get(digests[known])
             if not calls:
                 continue
-            parent = self._nominated(state, messages[known - 1], calls)
+            parent = self._nominated(state.rollout, messages[known - 1], calls)
             new = tuple(messages[known:])
-            context = self._continue(state.rollout, parent, new, tools, whole)
+            if whole is not None:
+                context = _rest(whole, state.rollout.tokens(parent).tolist())
+            else:
+                context = self._splice(state.rollout, parent, messages, known, tools)
             if context is not None:
                 prompt = [*state.rollout.tokens(parent).tolist(), *context]
                 return _Place(parent, prompt, context, new, digests[-1])
         prompt = whole if whole is not None else self.rendering.prompt(messages, tools)
         return _Place(None, prompt, prompt, tuple(messages), digests[-1])
 
-    def _continue(
-        self, rollout: Rollout, parent: str, new: tuple[Message, ...], tools: Sequence[Tool], whole: list[int] | None
+    def _splice(
+        self, rollout: Rollout, parent: str, messages: Sequence[Message], known: int, tools: Sequence[Tool]
     ) -> list[int] | None:
-        """What the request adds to the parent's tokens; None when it does not extend them."""
-        if whole is not None:
-            before = rollout.tokens(parent).tolist()
-            return whole[len(before) :] if whole[: len(before)] == before and len(whole) > len(before) else None
+        """What the request adds to the parent's tokens; None when that cannot be told without rendering in full."""
         if not self.rendering.keeps_prefixes:
             return None
         call = rollout.calls[parent]
-        extension = self.rendering.extension(call.reply, new, tools)
-        if extension is None:
-            return None
-        if call.completion_ids.size and int(call.completion_ids[-1]) in self.rendering.stop_ids:
+        drawn = call.completion_ids.tolist()
+        stopped = bool(drawn) and drawn[-1] in self.rendering.stop_ids
+        extension = self.rendering.extension(
+            call.reply,
+            messages[known:],
+            tools,
+            system=list(itertools.takewhile(lambda m: m.get("role") in ("system", "developer"), messages)),
+            stop_id=drawn[-1] if stopped else None,
+        )
+        if extension is None or stopped:
             return extension
-        prompt = rollout.prompt(parent).tolist()
-        return [*self.rendering.close(prompt, call.completion_ids.tolist()), *extension]
+        return [*self.rendering.close(rollout.prompt(parent).tolist(), drawn), *extension]
 
-    def _nominated(self, state: _Open, reply: Message, calls: list[str]) -> str:
-        """Of several calls that gave the same reply to the same conversation, the one whose tool-call id is echoed."""
-        for tool_call in reply.get("tool_calls") or ():
-            if (call_id := state.tool_ids.get(tool_call.get("id", ""))) in calls:
-                return call_id
-        return calls[-1]
+    def _nominated(self, rollout: Rollout, reply: Message, calls: list[str]) -> str:
+        """Of several calls that gave the same reply to the same conversation, the one this echo shows most signs of."""
+
+        def signs(call_id: str) -> tuple[bool, bool, bool, int]:
+            call = rollout.calls[call_id]
+            thought = call.reply.get("reasoning_content")
+            return (
+                bool(_tool_ids(call.reply) & _tool_ids(reply)),
+                reply.get("content") == self._text(call) or (bool(thought) and reply.get("reasoning_content") == thought),
+                call.delivered,
+                calls.index(call_id),
+            )
+
+        return max(calls, key=signs) if len(calls) > 1 else calls[0]
 
     def _prompt_key(self, state: _Open, place: _Place) -> bytes:
         above = str(state.rollout.seed).encode() if place.parent is None else state.paths[place.parent]
@@ -243,9 +268,7 @@ class Recorder:
             )
         return replace(sampling, max_tokens=min(room, sampling.max_tokens or room))
 
-    def _make_call(
-        self, call_id: str, place: _Place, tools: Sequence[Tool], sampled: Sampled, delivered: bool
-    ) -> Call:
+    def _make_call(self, call_id: str, place: _Place, tools: Sequence[Tool], sampled: Sampled, delivered: bool) -> Call:
         reply = self.rendering.parse(sampled.ids, place.prompt_ids, tools)
         for index, tool_call in enumerate(reply.get("tool_calls", ())):
             tool_call["id"] = f"call_{call_id}_{index}"
@@ -260,11 +283,25 @@ class Recorder:
             sampler_logprobs=None if truncated is None else np.asarray(truncated, np.float32),
             finish_reason="tool_calls" if asked_for_tool else sampled.finish_reason,
             policy_version=sampled.policy_version,
-            messages=place.new_messages,
+            messages=copy.deepcopy(place.new_messages),
             tools=tuple(tools),
             reply=reply,
             delivered=delivered,
         )
+
+    def _record(self, state: _Open, place: _Place, call: Call, path_key: bytes) -> None:
+        state.rollout.add(call)
+        end = _extend(place.request_digest, call.reply)
+        state.ends.setdefault(end, []).append(call.id)
+        as_text = _extend(place.request_digest, {"role": "assistant", "content": self._text(call)})
+        if as_text != end:
+            state.aliases.setdefault(as_text, end)
+        state.paths[call.id] = _digest(path_key, call.completion_ids.tobytes())
+
+    def _text(self, call: Call) -> str:
+        """The reply as it was written, without the token that ended it."""
+        ids = call.completion_ids.tolist()
+        return self.rendering.decode(ids[:-1] if ids and ids[-1] in self.rendering.stop_ids else ids)
 
     @staticmethod
     def _number(state: _Open, call_id: str, turn: int | None) -> None:
@@ -304,16 +341,26 @@ def _digest(*parts: bytes) -> bytes:
     return digest.digest()
 
 
+def _json(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
+
+
 def _extend(digest: bytes, message: Message) -> bytes:
-    return _digest(digest, canonical(message).encode())
+    return _digest(digest, canonical(message).encode("utf-8", "surrogatepass"))
 
 
-def _conversation_digests(messages: Sequence[Message], tools: Sequence[Tool]) -> list[bytes]:
-    """Digest k speaks of the tools and the first k messages."""
-    digests = [_digest(json.dumps(list(tools), sort_keys=True, ensure_ascii=False).encode())]
-    for message in messages:
-        digests.append(_extend(digests[-1], message))
-    return digests
+def _tool_ids(reply: Message) -> set[str]:
+    return {tool_call.get("id") for tool_call in reply.get("tool_calls") or ()}
+
+
+def _rest(whole: list[int], before: list[int]) -> list[int] | None:
+    """What `whole` adds to `before`, or None when it does not start with it."""
+    return whole[len(before) :] if len(whole) > len(before) and whole[: len(before)] == before else None
+
+
+def _copied(call: Call) -> Call:
+    """For the caller to keep: what it does to the reply does not reach the record."""
+    return replace(call, reply=copy.deepcopy(call.reply))
 
 
 def canonical(message: Message) -> str:
@@ -323,27 +370,32 @@ def canonical(message: Message) -> str:
     if isinstance(content, list):
         content = "".join(_canonical_part(part) for part in content)
     content = content or ""
-    if message.get("role") == "assistant":
+    if message.get("role") == "assistant" and isinstance(content, str):
         content = content.strip()
-    calls = [
-        [call["function"]["name"], _canonical_arguments(call["function"].get("arguments"))]
-        for call in message.get("tool_calls") or ()
-    ]
-    return json.dumps([message.get("role"), content, calls], ensure_ascii=False)
+    functions = [call.get("function") or call for call in message.get("tool_calls") or ()]
+    calls = [[function.get("name"), _canonical_arguments(function.get("arguments"))] for function in functions]
+    return json.dumps([message.get("role"), content, calls], sort_keys=True, ensure_ascii=False, default=str)
 
 
 def _canonical_part(part: Any) -> str:
     if isinstance(part, str):
         return part
     if "text" in part:
-        return part["text"]
-    return json.dumps({k: v for k, v in part.items() if k != "cache_control"}, sort_keys=True)
+        return part["text"] or ""
+    return json.dumps({k: v for k, v in part.items() if k != "cache_control"}, sort_keys=True, default=str)
 
 
 def _canonical_arguments(arguments: Any) -> str:
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except ValueError:
-            return arguments
-    return json.dumps(arguments or {}, sort_keys=True, ensure_ascii=False)
+    try:
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments or "{}", parse_int=_number, parse_float=_number)
+        else:
+            arguments = json.loads(json.dumps(arguments or {}), parse_int=_number, parse_float=_number)
+        return json.dumps(arguments, sort_keys=True, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return str(arguments)
+
+
+def _number(digits: str) -> float:
+    """A number as a program in JavaScript would send it back: 1.0 is 1, and integers end at 2**53."""
+    return float(digits) + 0.0

@@ -2,11 +2,13 @@
 
 Always true: `close(prompt, reply) + extension(new messages)` is everything between a sampled reply and the next one, made
 without looking at the reply's text. So a sampled token is never tokenised again, and the cost of a turn is the cost of its
-own messages.
+own messages. Where it cannot be made exactly, `extension` says so with None and the caller renders in full.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import logging
 from collections.abc import Sequence
@@ -31,18 +33,25 @@ class Rendering(Protocol):
         ...
 
     def extension(
-        self, reply: Message, new_messages: Sequence[Message], tools: Sequence[Tool] = ()
+        self,
+        reply: Message,
+        new_messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        *,
+        system: Sequence[Message] = (),
+        stop_id: int | None = None,
     ) -> list[int] | None:
-        """What follows a closed reply: the new messages, up to where the next reply starts. None: it can't be told."""
+        """What follows a closed reply: the new messages, up to where the next reply starts. None: it can't be told.
+
+        `system` are the messages before the first of a user, `stop_id` is what closed the reply (unsaid: the usual one).
+        """
         ...
 
     def close(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[int]:
         """The close that the model did not get to sample; empty when it sampled one."""
         ...
 
-    def parse(
-        self, completion_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Sequence[Tool] = ()
-    ) -> Message:
+    def parse(self, completion_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Sequence[Tool] = ()) -> Message:
         """A sampled reply as an assistant message; its tool calls have no ids yet."""
         ...
 
@@ -80,7 +89,47 @@ def rendering_for(tokenizer: Any, renderer: str | None = None, **template_kwargs
     return TemplateRendering(tokenizer, **template_kwargs)
 
 
-class FamilyRendering:
+class _Replies:
+    """Reading and writing replies, the same for every family."""
+
+    _tokenizer: Any
+    _parser: Any
+    stop_ids: frozenset[int]
+
+    def parse(self, completion_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Sequence[Tool] = ()) -> Message:
+        ids = [int(i) for i in completion_ids]
+        if ids and ids[-1] in self.stop_ids:
+            ids.pop()
+        opening = [int(i) for i in prompt_ids[-64:]]  # only its end matters: it may have opened the reasoning
+        try:
+            parsed = self._parser.parse_response(ids, tools=list(tools) or None, prompt_ids=opening)
+        except (ValueError, RecursionError):  # numbers too long and lists too deep for `json`
+            return {"role": "assistant", "content": self.decode(ids)}
+        content, calls = [parsed.content], []
+        for call in parsed.tool_calls:
+            if (arguments := _json_arguments(call)) is not None:
+                calls.append({"type": "function", "function": {"name": call.name, "arguments": arguments}})
+            else:  # a call that a program could not read stays in the text, as the model wrote it
+                content.append(self.decode(ids[slice(*call.token_span)]) if call.token_span else call.raw)
+        message: Message = {"role": "assistant", "content": "\n".join(filter(None, content))}
+        if parsed.reasoning_content:
+            message["reasoning_content"] = parsed.reasoning_content
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _closed(self, text: str, close: int) -> list[int]:
+        ids = [*self._encode(text), close]
+        return ids[: next(i + 1 for i, token in enumerate(ids) if token in self.stop_ids)]
+
+
+class FamilyRendering(_Replies):
     """A family that the `renderers` library knows."""
 
     keeps_prefixes = True
@@ -89,24 +138,26 @@ class FamilyRendering:
         from renderers import create_renderer
         from renderers.configs import _config_class_for
 
-        try:
-            config_class = _config_class_for(name)
-        except (KeyError, ValueError):
-            raise LongreinError(f"there is no renderer {name!r}; known: {', '.join(_families())}") from None
+        if name not in _families():
+            raise LongreinError(f"there is no renderer {name!r}; known: {', '.join(_families())}")
         self.name = name
         self._tokenizer = tokenizer
-        # Reasoning stays in later context (`history="sampled"`): the tokens are what the model wrote.
-        self._renderer = create_renderer(tokenizer, config_class(thinking_retention="all", **template_kwargs))
-        self._stops = list(self._renderer.get_stop_token_ids())
+        try:
+            # Reasoning stays in later context (`history="sampled"`): the tokens are what the model wrote.
+            config = _config_class_for(name)(**{"thinking_retention": "all", **template_kwargs})  # type: ignore[arg-type]
+            self._parser = create_renderer(tokenizer, config)  # type: ignore[arg-type]
+        except Exception as error:  # an unknown setting, a missing special token: each family says it in its own way
+            raise LongreinError(f"the renderer {name!r} does not fit: {error}") from error
+        self._stops = list(self._parser.get_stop_token_ids())
         self.stop_ids = frozenset(self._stops)
-        self._stub_prompt = self._renderer.render_ids([_user("hi")], add_generation_prompt=True)
+        self._stub_prompt = self.prompt([_user("hi")])
         self._stub_reply = self._find_stub_reply()
 
     def matches_template(self) -> bool:
         """Whether the tokenizer's own chat template writes the same tokens."""
         from renderers.base import template_field_names
 
-        config = self._renderer.config
+        config = self._parser.config
         kwargs = {field: getattr(config, field) for field in template_field_names(config)}
         for messages, tools in _PROBES:
             theirs = self._tokenizer.apply_chat_template(
@@ -117,54 +168,51 @@ class FamilyRendering:
         return True
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        rendered = self._renderer.render_ids(
-            [_for_template(m) for m in messages], tools=list(tools) or None, add_generation_prompt=True
-        )
-        return list(rendered)
+        given = [_for_template(m) for m in messages]
+        try:
+            return list(self._parser.render_ids(given, tools=list(tools) or None, add_generation_prompt=True))
+        except Exception as error:  # a conversation the family does not know, said in its own way
+            raise LongreinError(f"the renderer {self.name!r} refuses this conversation: {error}") from error
 
     def extension(
-        self, reply: Message, new_messages: Sequence[Message], tools: Sequence[Tool] = ()
+        self,
+        reply: Message,
+        new_messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        *,
+        system: Sequence[Message] = (),
+        stop_id: int | None = None,
     ) -> list[int] | None:
-        # What a family writes after a closed reply does not depend on what came before it, so a two-token
+        # What a family writes after a closed reply depends on how it was closed, not on what came before, so a two-token
         # conversation stands in for the real one. Tool results carry the name of the tool for the families that write it.
-        return self._bridge(self._stub_prompt, self._stub_reply, _named_results(reply, new_messages), tools)
+        stub = self._stub_reply if stop_id is None else [*self._stub_reply[:-1], stop_id]
+        return self._bridge(self._stub_prompt, stub, _named_results(reply, new_messages), tools)
 
     def close(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[int]:
         if len(completion_ids) and completion_ids[-1] in self.stop_ids:
             return []
         new = [_user("hi")]
-        tail = self._bridge(list(prompt_ids), list(completion_ids), new)
+        tail = self._bridge([int(i) for i in prompt_ids], [int(i) for i in completion_ids], new)
         after_close = self._bridge(self._stub_prompt, self._stub_reply, new)
         if tail is None or after_close is None or tail[len(tail) - len(after_close) :] != after_close:
-            return self._stops[:1]
+            return self._stub_reply[-1:]
         return tail[: len(tail) - len(after_close)]
 
-    def parse(
-        self, completion_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Sequence[Tool] = ()
-    ) -> Message:
-        # Only the end of the prompt matters: it may have opened the reasoning.
-        parsed = self._renderer.parse_response(
-            [int(i) for i in completion_ids], tools=list(tools) or None, prompt_ids=[int(i) for i in prompt_ids[-64:]]
-        )
-        return _reply(parsed)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
-
     def encode_reply(self, reply: str | Message) -> list[int]:
-        if isinstance(reply, str):
-            return [*self._tokenizer.encode(reply, add_special_tokens=False), self._stops[0]]
-        whole = self._renderer.render_ids([_user("hi"), _for_template({"role": "assistant", **reply})])
-        return _up_to_stop(whole[_common_prefix(whole, self._stub_prompt) :], self.stop_ids)
+        if not isinstance(reply, str):
+            whole = self._parser.render_ids([_user("hi"), _for_template({"role": "assistant", **reply})])
+            reply = self.decode(whole).removeprefix(self.decode(self._stub_prompt))
+        return self._closed(reply, self._stub_reply[-1])
 
     def _bridge(
         self, prompt: list[int], completion: list[int], new: Sequence[Message], tools: Sequence[Tool] = ()
     ) -> list[int] | None:
         """What the library puts after `prompt + completion`, or None if it would not keep them."""
-        rendered = self._renderer.bridge_to_next_turn(
-            prompt, completion, [_for_template(m) for m in new], tools=list(tools) or None
-        )
-        before = [*prompt, *completion]
+        before, given = [*prompt, *completion], [_for_template(m) for m in new]
+        try:
+            rendered = self._parser.bridge_to_next_turn(prompt, completion, given, tools=list(tools) or None)
+        except Exception:  # a turn the family does not know: `prompt` refuses it in words
+            return None
         if rendered is None or list(rendered.token_ids[: len(before)]) != before:
             return None
         return list(rendered.token_ids[len(before) :])
@@ -173,13 +221,13 @@ class FamilyRendering:
         """The shortest reply that the family accepts as complete: a stop, after closing reasoning that the prompt opened."""
         for text in ("", "\n</think>\n\n"):
             for stop in self._stops:
-                reply = [*self._tokenizer.encode(text, add_special_tokens=False), stop] if text else [stop]
+                reply = [*self._encode(text), stop]
                 if self._bridge(self._stub_prompt, reply, [_user("hi")]) is not None:
                     return reply
         raise LongreinError(f"the renderer {self.name!r} does not continue a closed reply; name another one")
 
 
-class TemplateRendering:
+class TemplateRendering(_Replies):
     """Any chat template, used as it is; what follows a reply is read off the template itself."""
 
     name = "template"
@@ -196,85 +244,104 @@ class TemplateRendering:
         self._parser = create_renderer(
             tokenizer, DefaultRendererConfig(tool_parser=tool_parser, reasoning_parser=reasoning_parser)
         )
-        closing = self._closing_ids()
-        self._close, self._after_close = closing[:1], closing[1:]
+        self._close, self._after_close = self._ending()
         eos = tokenizer.eos_token_id
-        self.stop_ids = frozenset([*self._close, *([] if eos is None else [eos])])
+        self.stop_ids = frozenset(self._close if eos is None else [*self._close, eos])
         if not self.stop_ids:
             raise LongreinError(
                 "the chat template writes no token that ends a reply and the tokenizer has no eos token; set one of them"
             )
-        self.keeps_prefixes = bool(self._close) and self._probe_prefixes()
-        if not self.keeps_prefixes:
-            logger.warning(
-                "the chat template of %r does not keep prefixes: a longer conversation is not the shorter one plus new "
-                "tokens. Rollouts train all the same, but each model call becomes a row of its own.",
-                getattr(tokenizer, "name_or_path", "the tokenizer"),
-            )
+        self._kept: dict[tuple[bool, bool], bool | None] = {}
+        """By whether there is a system message, and whether there are tools; None where the template refuses to."""
+        for system, tools in itertools.product([False, True], repeat=2):
+            self._kept[system, tools] = True  # until shown otherwise
+            self._kept[system, tools] = self._probe([_SYSTEM] if system else [], [_LOOK] if tools else [])
+        self.keeps_prefixes = any(self._kept.values())
+        self._warn()
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         return self._encode(self._text(messages, tools, generation=True))
 
     def extension(
-        self, reply: Message, new_messages: Sequence[Message], tools: Sequence[Tool] = ()
+        self,
+        reply: Message,
+        new_messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        *,
+        system: Sequence[Message] = (),
+        stop_id: int | None = None,
     ) -> list[int] | None:
-        if not self._close:
+        if not self._kept[bool(system), bool(tools)]:
             return None
-        # A template may look at the reply's tool calls (ids, names), never at its words: those are replaced.
-        before = [_user("hi"), {**reply, "role": "assistant", "content": self._MARK}]
+        # A template may look at the system message and the reply's tool calls, never at words: those are replaced.
+        asked = [*system, _user("hi")]
+        answered = [*asked, {**reply, "role": "assistant", "content": self._MARK, "reasoning_content": None}]
         try:
-            short = self._text(before, tools)
-            long = self._text([*before, *_named_results(reply, new_messages)], tools, generation=True)
-        except Exception as error:  # templates raise on conversations they do not know, each in its own way
-            raise LongreinError(f"the chat template refuses this conversation: {error}") from error
-        if not long.startswith(short):
+            opening = self._text(asked, tools, generation=True)
+            short = self._text(answered, tools)
+            long = self._text([*answered, *_named_results(reply, new_messages)], tools, generation=True)
+        except LongreinError:  # a turn the template does not know: `prompt` refuses it in words
             return None
-        return [*self._after_close, *self._encode(long[len(short) :])]
+        if not (long.startswith(opening) and long.startswith(short) and short.endswith(self._after_close)):
+            return None
+        return self._encode(self._after_close + long[len(short) :])
 
     def close(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[int]:
         return [] if len(completion_ids) and completion_ids[-1] in self.stop_ids else list(self._close)
 
-    def parse(
-        self, completion_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Sequence[Tool] = ()
-    ) -> Message:
-        ids = [int(i) for i in completion_ids]
-        while ids and ids[-1] in self.stop_ids:
-            ids.pop()
-        return _reply(self._parser.parse_response(ids, prompt_ids=[int(i) for i in prompt_ids[-64:]]))
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
-
     def encode_reply(self, reply: str | Message) -> list[int]:
-        if isinstance(reply, str):
-            return [*self._encode(reply), *(self._close or sorted(self.stop_ids)[:1])]
-        whole = self._encode(self._text([_user("hi"), {"role": "assistant", **reply}]))
-        return _up_to_stop(whole[_common_prefix(whole, self.prompt([_user("hi")])) :], self.stop_ids)
+        if not isinstance(reply, str):
+            whole = self._text([_user("hi"), {"role": "assistant", **reply}])
+            reply = whole.removeprefix(self._text([_user("hi")], generation=True))
+        return self._closed(reply, *(self._close or sorted(self.stop_ids)[:1]))
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Tool] = (), generation: bool = False) -> str:
-        return self._tokenizer.apply_chat_template(
-            [_for_template(m) for m in messages],
-            tools=list(tools) or None,
-            add_generation_prompt=generation,
-            tokenize=False,
-            **self._kwargs,
-        )
+        given = [_for_template(m) for m in messages]
+        try:
+            return self._tokenizer.apply_chat_template(
+                given, tools=list(tools) or None, add_generation_prompt=generation, tokenize=False, **self._kwargs
+            )
+        except Exception as error:  # templates raise on conversations they do not know, each in its own way
+            raise LongreinError(f"the chat template refuses this conversation: {error}") from error
 
-    def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+    def _ending(self) -> tuple[list[int], str]:
+        """The special token that closes a reply, and the text between it and the next message."""
+        closing = self._text([_user("hi"), _said(self._MARK)]).partition(self._MARK)[2]
+        ids = self._encode(closing)
+        if not ids or ids[0] not in {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}:
+            return [], ""
+        return ids[:1], closing.removeprefix(self._tokenizer.convert_ids_to_tokens(ids[0]))
 
-    def _closing_ids(self) -> list[int]:
-        text = self._text([_user("hi"), {"role": "assistant", "content": self._MARK}])
-        return self._encode(text.partition(self._MARK)[2])
-
-    def _probe_prefixes(self) -> bool:
-        """Whether splicing a second turn gives what rendering the whole conversation gives."""
-        first, reply, second = _user("one"), {"role": "assistant", "content": "two"}, _user("three")
-        extension = self.extension(reply, [second])
-        if extension is None:
+    def _probe(self, system: list[Message], tools: list[Tool]) -> bool | None:
+        """Whether splicing turn after turn gives what rendering the whole conversation gives; None if it is refused."""
+        if not self._close:
             return False
-        spliced = [*self.prompt([first]), *self._encode("two"), *self._close, *extension]
-        return self._tokenizer.decode(spliced) == self._tokenizer.decode(self.prompt([first, reply, second]))
+        turns = [(_said("two"), [_user("three")]), (_said("four"), [_user("five")])]
+        if tools:
+            turns.insert(1, ({**_said(""), "tool_calls": [_CALL]}, [_RESULT]))
+        messages = [*system, _user("one")]
+        try:
+            spliced = self.prompt(messages, tools)
+            for reply, new in turns:
+                extension = self.extension(reply, new, tools, system=system)
+                if extension is None:
+                    return False
+                spliced += [*self.encode_reply(reply), *extension]
+                messages += [reply, *new]
+            return self.decode(spliced) == self.decode(self.prompt(messages, tools))
+        except LongreinError:
+            return None
+
+    def _warn(self) -> None:
+        cases = {(False, False): "", (True, False): " with a system message", (False, True): " with tools"}
+        broken = [words for case, words in cases.items() if self._kept[case] is False]
+        if broken:
+            logger.warning(
+                "the chat template of %r does not keep prefixes%s: a longer conversation is not the shorter one plus new "
+                "tokens. Rollouts train all the same, but each model call there becomes a row of its own.",
+                getattr(self._tokenizer, "name_or_path", "the tokenizer"),
+                "" if "" in broken else " or".join(broken),
+            )
 
 
 def _families() -> list[str]:
@@ -288,23 +355,19 @@ def _user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _up_to_stop(ids: Sequence[int], stop_ids: frozenset[int]) -> list[int]:
-    end = next((i + 1 for i, token in enumerate(ids) if token in stop_ids), len(ids))
-    return list(ids[:end])
+def _said(text: str) -> Message:
+    return {"role": "assistant", "content": text}
 
 
 def _for_template(message: Message) -> Message:
-    """The message as templates expect it: text content, tool arguments as objects."""
-    message = dict(message)
-    content = message.get("content")
+    """The message as templates expect it: text content, tool arguments as objects, the one name for a system role."""
+    message = {key: value for key, value in message.items() if value is not None}
+    content = message.get("content", "")
     if isinstance(content, list):
-        message["content"] = "".join(part if isinstance(part, str) else part.get("text", "") for part in content)
-    elif content is None:
-        message["content"] = ""
+        content = "".join(_part_text(part) for part in content)
+    message["content"] = content
+    if message.get("role") == "developer":
+        message["role"] = "system"
     if message.get("tool_calls"):
         message["tool_calls"] = [_with_object_arguments(call) for call in message["tool_calls"]]
     else:
@@ -312,13 +375,20 @@ def _for_template(message: Message) -> Message:
     return message
 
 
+def _part_text(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict) or "text" not in part:
+        kind = part.get("type") if isinstance(part, dict) else part
+        raise LongreinError(f"a message has a content part of type {kind!r}; only text can be rendered")
+    return part["text"] or ""
+
+
 def _with_object_arguments(call: dict[str, Any]) -> dict[str, Any]:
     function = dict(call["function"])
     if isinstance(function.get("arguments"), str):
-        try:
+        with contextlib.suppress(ValueError, RecursionError):
             function["arguments"] = json.loads(function["arguments"] or "{}")
-        except ValueError:
-            pass
     return {**call, "function": function}
 
 
@@ -333,22 +403,17 @@ def _named_results(reply: Message, messages: Sequence[Message]) -> list[Message]
     ]
 
 
-def _reply(parsed: Any) -> Message:
-    """A parsed reply as an OpenAI message. A tool call that does not parse stays in the text, where its reader sees it."""
-    good, broken = [], []
-    for call in parsed.tool_calls:
-        if call.status == "ok" and call.name:
-            arguments = call.arguments
-            text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
-            good.append({"type": "function", "function": {"name": call.name, "arguments": text}})
-        else:
-            broken.append(call.raw)
-    message: Message = {"role": "assistant", "content": "\n".join(filter(None, [parsed.content, *broken]))}
-    if parsed.reasoning_content:
-        message["reasoning_content"] = parsed.reasoning_content
-    if good:
-        message["tool_calls"] = good
-    return message
+def _json_arguments(call: Any) -> str | None:
+    """The arguments of a parsed tool call as a JSON object; None when they are none, or the call has no name."""
+    if call.status != "ok" or not call.name or not isinstance(call.name, str):
+        return None
+    try:
+        arguments = json.loads(call.arguments or "{}") if isinstance(call.arguments, str) else call.arguments
+        text = json.dumps({} if arguments is None else arguments, ensure_ascii=False, allow_nan=False)
+        text.encode()  # half of a surrogate pair is JSON, but not text
+    except (ValueError, RecursionError):
+        return None
+    return text if text.startswith("{") else None
 
 
 _LOOK: Tool = {
@@ -361,10 +426,11 @@ _LOOK: Tool = {
 }
 _CALL = {"id": "callabcde", "type": "function", "function": {"name": "look", "arguments": {"room": "é 1"}}}
 _RESULT = {"role": "tool", "tool_call_id": "callabcde", "name": "look", "content": "dark"}
+_SYSTEM: Message = {"role": "system", "content": "be brief"}
 _PROBES: tuple[tuple[list[Message], list[Tool]], ...] = (
     ([_user("hi")], []),
-    ([{"role": "system", "content": "be brief"}, _user("hi")], []),
-    ([{"role": "system", "content": "be brief"}, _user("hi")], [_LOOK]),
-    ([_user("hi"), {"role": "assistant", "content": "yes?"}, _user("bye")], []),
-    ([_user("hi"), {"role": "assistant", "content": "", "tool_calls": [_CALL]}, _RESULT], [_LOOK]),
+    ([_SYSTEM, _user("hi")], []),
+    ([_SYSTEM, _user("hi")], [_LOOK]),
+    ([_user("hi"), _said("yes?"), _user("bye")], []),
+    ([_user("hi"), {**_said(""), "tool_calls": [_CALL]}, _RESULT], [_LOOK]),
 )

@@ -95,7 +95,11 @@ class Rollout:
     limit: str | None = None
     """The limit the episode ran into (`turns`, `tokens`, `time`); it is scored like any other."""
     info: dict[str, Any] = field(default_factory=dict)
-    _children: dict[str | None, list[str]] = field(default_factory=dict, repr=False)
+    _children: dict[str | None, list[str]] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for call in self.calls.values():
+            self._children.setdefault(call.parent, []).append(call.id)
 
     def add(self, call: Call) -> Call:
         """Record a call. Its parent must already be here, and every sampled token needs a log-probability."""
@@ -103,10 +107,11 @@ class Rollout:
             raise LongreinError(f"call {call.id} names parent {call.parent}, which is not in rollout {self.id}")
         if call.id in self.calls:
             raise LongreinError(f"call {call.id} is already in rollout {self.id}; calls are recorded once")
-        if len(call.logprobs) != len(call.completion_ids):
-            raise LongreinError(
-                f"call {call.id} has {len(call.completion_ids)} sampled tokens and {len(call.logprobs)} log-probabilities"
-            )
+        for logprobs in (call.logprobs, call.sampler_logprobs):
+            if logprobs is not None and len(logprobs) != len(call.completion_ids):
+                raise LongreinError(
+                    f"call {call.id} has {len(call.completion_ids)} sampled tokens and {len(logprobs)} log-probabilities"
+                )
         self.calls[call.id] = call
         self._children.setdefault(call.parent, []).append(call.id)
         return call
@@ -115,6 +120,8 @@ class Rollout:
         """Put a changed copy of a call in its place (delivery, reward, exclusion; never tokens)."""
         if forbidden := changes.keys() - {"delivered", "reward", "excluded"}:
             raise LongreinError(f"a recorded call's {', '.join(sorted(forbidden))} cannot change")
+        if call_id not in self.calls:
+            raise LongreinError(f"call {call_id} is not in rollout {self.id}")
         self.calls[call_id] = replace(self.calls[call_id], **changes)
         return self.calls[call_id]
 
@@ -157,7 +164,7 @@ class Rollout:
     @property
     def agent_tokens(self) -> int:
         """Sampled tokens that are trained."""
-        return sum(len(call.completion_ids) for call in self.calls.values() if self.reason(call) is None)
+        return sum(len(call.completion_ids) for call in self._trained())
 
     @property
     def truncated(self) -> bool:
@@ -171,7 +178,7 @@ class Rollout:
 
     def rows(self, credit: Credit = "spread") -> list[Branch]:
         """The paths a trainer needs: those that end in a trained call, and one path if nothing is trained."""
-        trained = {call.id for call in self.calls.values() if self.reason(call) is None}
+        trained = {call.id for call in self._trained()}
         needed: set[str] = set()  # calls above a trained one
         for call_id in trained:
             at = self.calls[call_id].parent
@@ -182,6 +189,9 @@ class Rollout:
         if not tips:
             tips = [call_id for call_id in self.calls if not self._children.get(call_id)][:1]
         return self._rows(tips, credit)
+
+    def _trained(self) -> list[Call]:
+        return [call for call in self.calls.values() if len(call.completion_ids) and self.reason(call) is None]
 
     def _rows(self, tips: Sequence[str], credit: Credit) -> list[Branch]:
         rewards = self._token_rewards(credit)
@@ -217,7 +227,9 @@ class Rollout:
     def _token_rewards(self, credit: Credit) -> dict[str, NDArray[np.float32]]:
         """Each call's share of the reward, token by token. What no trained turn earned goes to the last one."""
         rewards = {call.id: np.zeros(len(call.completion_ids), np.float32) for call in self.calls.values()}
-        trained = [c for c in self.calls.values() if self.reason(c) is None and len(c.completion_ids)]
+        if credit not in CREDITS:
+            raise LongreinError(f"credit is {credit!r}; it must be one of {', '.join(CREDITS)}")
+        trained = self._trained()
         if self.reward is None or not trained:
             return rewards
         earned = {call.id: call.reward or 0.0 for call in trained}

@@ -37,14 +37,21 @@ class ScriptedEngine:
         limit = request.sampling.max_tokens
         cut = limit is not None and len(ids) > limit
         ids = ids[:limit] if cut else ids
+        certain = [0.0] * len(ids)
         return Sampled(
-            ids, [0.0] * len(ids), "length" if cut else "stop", self.policy_version,
-            [0.0] * len(ids) if request.sampling.truncated else None,
+            ids=ids,
+            logprobs=certain,
+            finish_reason="length" if cut else "stop",
+            policy_version=self.policy_version,
+            sampler_logprobs=certain if request.sampling.truncated else None,
         )
 
 
 class TextAgentEngine(ScriptedEngine):
-    """Any object with `get_action(messages, state) -> (text, state)`; each rollout has its own state, None at first."""
+    """Any object with `get_action(messages, state) -> (text, state)`; each rollout has its own state, None at first.
+
+    A conversation without a reply starts a rollout afresh, so that an agent can play many trials.
+    """
 
     def __init__(self, agent: Any, rendering: Rendering) -> None:
         self._agent = agent
@@ -52,6 +59,8 @@ class TextAgentEngine(ScriptedEngine):
         self._states: dict[str, Any] = {}
 
     async def sample(self, request: SampleRequest) -> Sampled:
+        if not any(message.get("role") == "assistant" for message in request.messages):
+            self._states.pop(request.rollout_id, None)
         answer = self._agent.get_action(list(request.messages), self._states.get(request.rollout_id))
         if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], str)):
             raise LongreinError(

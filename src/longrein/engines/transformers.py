@@ -10,6 +10,7 @@ A first, plain form: a batch is prefilled with left padding and decoded in step;
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -68,8 +69,15 @@ class TransformersEngine:
             worker.join()
 
     def _check(self, request: SampleRequest) -> None:
-        if not len(request.prompt_ids):
+        """Refuse what would fail the batch it is in, and every other request there."""
+        ids = np.asarray(request.prompt_ids)
+        vocabulary = self.model.config.get_text_config().vocab_size
+        if not ids.size:
             raise LongreinError("the prompt has no tokens; an engine needs at least one")
+        if ids.min() < 0 or ids.max() >= vocabulary:
+            raise LongreinError(f"the prompt holds the id {ids.max()}; the model knows ids from 0 to {vocabulary - 1}")
+        if self.context_length is not None and ids.size >= self.context_length:
+            raise LongreinError(f"the prompt has {ids.size} tokens; the model reads and writes {self.context_length}")
         if request.sampling.max_tokens is None and self.context_length is None:
             raise LongreinError("Sampling.max_tokens is None and the model states no context length; set one")
 
@@ -104,17 +112,19 @@ class TransformersEngine:
             except queue.Empty:
                 return batch
         for _, future in batch:
-            future.set_exception(LongreinError("the engine was closed before this request was sampled"))
+            if future.set_running_or_notify_cancel():
+                future.set_exception(LongreinError("the engine was closed before this request was sampled"))
         return None
 
     def _generate(self, requests: Sequence[SampleRequest]) -> list[Sampled]:
-        model, was_training = self.model, self.model.training
-        model.eval()
+        in_training = [module for module in self.model.modules() if module.training]
+        self.model.eval()
         try:
             with torch.no_grad(), self.forward_context():
-                return _Batch(model, requests, self.policy_version, self.context_length).run()
+                return _Batch(self.model, requests, self.policy_version, self.context_length).run()
         finally:
-            model.train(was_training)
+            for module in in_training:
+                module.training = True
 
 
 class _Drawn(NamedTuple):
@@ -126,13 +136,12 @@ class _Drawn(NamedTuple):
 class _Batch:
     """One batch on its way from prompts to replies."""
 
-    def __init__(
-        self, model: PreTrainedModel, requests: Sequence[SampleRequest], version: int, context: int | None
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, requests: Sequence[SampleRequest], version: int, context: int | None) -> None:
         self.model, self.requests, self.version = model, requests, version
         self.device = model.device
         self.limits = [
-            request.sampling.max_tokens or max(1, (context or 0) - len(request.prompt_ids)) for request in requests
+            min(request.sampling.max_tokens or math.inf, (context or math.inf) - len(request.prompt_ids))
+            for request in requests
         ]
         self.ids: list[list[int]] = [[] for _ in requests]
         self.logprobs: list[list[float]] = [[] for _ in requests]
@@ -181,12 +190,13 @@ class _Batch:
         temperature = logits.new_tensor([s.temperature or 1.0 for s in samplings], dtype=torch.float32)
         logps = torch.log_softmax(logits.float() / temperature[:, None], dim=-1)
         kept = truncated(logps, samplings)
-        seeds = np.array([self.requests[row].seed for row in rows], np.uint64)
+        seeds = np.array([self.requests[row].seed % 2**64 for row in rows], np.uint64)
         positions = np.array([len(self.ids[row]) for row in rows], np.uint64)
         noise = torch.from_numpy(uniforms(seeds, positions)).to(self.device)
         cumulative = kept.double().exp().cumsum(-1)
-        ids = torch.searchsorted(cumulative, (noise * cumulative[:, -1])[:, None], right=True)[:, 0]
-        ids = ids.clamp(max=logits.shape[-1] - 1)
+        mass = cumulative[:, -1]
+        below = torch.minimum(noise * mass, torch.nextafter(mass, torch.zeros_like(mass)))  # so that a kept token is found
+        ids = torch.searchsorted(cumulative, below[:, None], right=True)[:, 0]
         greedy = torch.tensor([s.temperature == 0 for s in samplings], device=self.device)
         ids = torch.where(greedy, logps.argmax(-1), ids)
         index = ids[:, None]
