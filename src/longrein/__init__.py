@@ -49,7 +49,7 @@ _HOMES = {
     "tool": "envs.tools",
 }
 
-__all__ = [*_HOMES, "__version__"]  # noqa: PLE0604
+__all__ = [*_HOMES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

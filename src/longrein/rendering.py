@@ -124,6 +124,19 @@ class _Replies:
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
+    def _after(self, prompt: list[int], whole: list[int]) -> str:
+        """The text of `whole` after `prompt`; a family may write a past reply otherwise than it opens a new one."""
+        text, opening = self.decode(whole), self.decode(prompt)
+        if text.startswith(opening):
+            return text[len(opening) :]
+        return self.decode(
+            [
+                token
+                for token, _ in itertools.dropwhile(lambda pair: pair[0] == pair[1], itertools.zip_longest(whole, prompt))
+                if token is not None
+            ]
+        )
+
     def _closed(self, text: str, close: int) -> list[int]:
         ids = [*self._encode(text), close]
         return ids[: next(i + 1 for i, token in enumerate(ids) if token in self.stop_ids)]
@@ -201,7 +214,9 @@ class FamilyRendering(_Replies):
     def encode_reply(self, reply: str | Message) -> list[int]:
         if not isinstance(reply, str):
             whole = self._parser.render_ids([_user("hi"), _for_template({"role": "assistant", **reply})])
-            reply = self.decode(whole).removeprefix(self.decode(self._stub_prompt))
+            reply = self._after(self._stub_prompt, whole)
+            if "</think>" not in reply:  # where the prompt opens the reasoning, a past reply is written without it
+                reply = self.decode(self._stub_reply[:-1]) + reply
         return self._closed(reply, self._stub_reply[-1])
 
     def _bridge(
@@ -291,8 +306,8 @@ class TemplateRendering(_Replies):
 
     def encode_reply(self, reply: str | Message) -> list[int]:
         if not isinstance(reply, str):
-            whole = self._text([_user("hi"), {"role": "assistant", **reply}])
-            reply = whole.removeprefix(self._text([_user("hi")], generation=True))
+            whole = self._encode(self._text([_user("hi"), {"role": "assistant", **reply}]))
+            reply = self._after(self.prompt([_user("hi")]), whole)
         return self._closed(reply, *(self._close or sorted(self.stop_ids)[:1]))
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Tool] = (), generation: bool = False) -> str:

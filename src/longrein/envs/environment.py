@@ -88,7 +88,7 @@ class Episode(ABC):
     def step(self, reply: Message) -> Step | Awaitable[Step]:
         """What follows the policy's reply (an assistant message with `content` and maybe `tool_calls`)."""
 
-    def close(self) -> None | Awaitable[None]:
+    def close(self) -> Awaitable[None] | None:
         """Let go of what the episode holds; called once, however it ended."""
 
 

@@ -97,7 +97,7 @@ class TreasureHunt(Environment):
 
 def opening(start: str, actions: str = "tools") -> list[Message]:
     """The first messages of a hunt."""
-    text = f"Find the coin. Start in the {start}."
+    text = f'Find the coin. The first note says "{start}".'
     if actions == "text":
         text += "\nReply with one line: `look ROOM` to look into a room, or `answer ROOM` once you see the coin."
     return [{"role": "user", "content": text}]
@@ -108,7 +108,7 @@ def look(rooms: Sequence[str], room: str) -> str:
     if room == rooms[-1]:
         return "The coin is here!"
     if room in rooms:
-        return f"A note says: {rooms[rooms.index(room) + 1]}."
+        return f'A note says "{rooms[rooms.index(room) + 1]}".'
     return "Nothing here."
 
 

@@ -1,0 +1,379 @@
+"""`GRPOEnvTrainer`: TRL's GRPO trainer fed by environments.
+
+Always true: trials run on the main process and every rank gets their arrays, or their error; a generation batch holds the
+rollouts of `len(batch) / num_generations` tasks in the order of the batch; in the loss a rollout is one row, whatever it
+forked into, and only agent tokens count.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from longrein.agents import Agent, as_agent
+from longrein.contract import LongreinError
+from longrein.envs.datasets import COLUMNS, checked_row
+from longrein.noise import derive
+from longrein.training.advantages import Batch, advantages, flat_groups
+from longrein.training.checks import check_agent, check_dataset, check_engine, refuse_arguments
+from longrein.training.config import check_config, env_config_of
+from longrein.training.logprobs import AgentTokens, trajectory_logps
+from longrein.training.trials import Collected, EnvironmentCache, collect
+from longrein.training.trl_compat import attach_reference, environment_reward, reference_adapter, without_reference
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+    from peft import PeftConfig
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 5.0
+"""How often the ranks that wait for the main process's trials hear from it; far below any collective's timeout."""
+STATE_FILE = "longrein_state_{rank}.pt"
+MAX_FAILED_BATCHES = 3
+"""After so many generation batches in a row in which every rollout failed, the run stops: nothing can be learned."""
+
+
+class GRPOEnvTrainer(GRPOTrainer):
+    """Trains an agent's policy by GRPO on rows `{env_class_path, env_config, task_data}`.
+
+    >>> agent = Agent.from_pretrained("Qwen/Qwen3-0.6B")                                         # doctest: +SKIP
+    >>> trainer = GRPOEnvTrainer(
+    ...     agent=agent, tokenizer=agent.tokenizer, train_dataset=TreasureHunt.get_train_dataset(),
+    ...     args=GRPOEnvConfig("out", advantages="group"))                                       # doctest: +SKIP
+    >>> trainer.train()                                                                          # doctest: +SKIP
+
+    `model` defaults to the agent's policy model, and is only needed for an agent without one (a scripted one).
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | None = None,
+        *,
+        agent: Agent | Any,
+        tokenizer: PreTrainedTokenizerBase,
+        args: GRPOConfig | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset | IterableDataset | dict[str, Any] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: PeftConfig | None = None,
+        **refused: Any,
+    ) -> None:
+        refuse_arguments(refused)
+        model = check_agent(agent, tokenizer, model)
+        self.tokenizer = tokenizer
+        self.agent = agent
+        self.env_cache: EnvironmentCache = {}
+        args = env_config_of(args or GRPOConfig("longrein-run"))
+        self._sampler = as_agent(agent, tokenizer)  # the same agent, or the text agent with an engine around it
+        check_config(args, self._sampler.sampling)
+        for dataset, generations in ((train_dataset, args.num_generations), (eval_dataset, None)):
+            check_dataset(dataset, args, generations)
+        adapters = peft_config is not None or hasattr(model, "peft_config")
+        own_reference = args.beta != 0.0 and not adapters
+        reference = copy.deepcopy(model) if own_reference else None
+        padding_side = tokenizer.padding_side
+        common = {
+            "model": model,
+            "reward_funcs": [environment_reward],
+            "args": args,
+            "train_dataset": train_dataset,
+            "eval_dataset": eval_dataset,
+            "processing_class": tokenizer,
+            "callbacks": callbacks,
+            "optimizers": optimizers,
+            "peft_config": peft_config,
+        }
+        if reference is not None:
+            with without_reference(args):
+                super().__init__(**common)
+            attach_reference(self, reference)
+        else:
+            super().__init__(**common)
+        tokenizer.padding_side = padding_side
+        check_engine(self._sampler.engine, self)
+        self._eval_batches = 0
+        self._failed_batches = 0
+        self._rollout_seconds = 0.0
+        self._last: Collected | None = None
+
+    @property
+    def _textual_logs(self) -> dict[str, Any]:
+        """Sample conversations, rewards and advantages of the last generation batch."""
+        return self._logs
+
+    # ---- from tasks to tensors
+
+    def _set_signature_columns_if_needed(self) -> None:
+        if self._signature_columns is None:
+            self._signature_columns = list(COLUMNS)
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        if not self.model.training:
+            return self._generate_and_score_completions(generation_batch)
+        if self._step % (self.args.steps_per_generation * self.num_iterations) == 0 or self._buffered_inputs is None:
+            whole = self._generate_and_score_completions(generation_batch)
+            order = torch.Generator().manual_seed(derive(self.args.seed, "order", self._step) >> 1)
+            self._buffered_inputs = split_by_rollout(whole, self.args.steps_per_generation, order)
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        mode = "train" if self.model.training else "eval"
+        rows = gather_object([checked_row(row, index) for index, row in enumerate(inputs)])
+        started = time.perf_counter()
+        arrays, metrics = self._on_main_process(lambda: self._collect(rows, mode))
+        self._rollout_seconds = time.perf_counter() - started
+        for name, value in metrics.items():
+            self._metrics[mode][name].append(value)
+        self._metrics[mode]["time/rollout"].append(self._rollout_seconds)
+        if mode == "train":
+            self.state.num_input_tokens_seen += int(arrays["padded_attn_mask"].sum())
+        self._metrics[mode]["num_tokens"] = [self.state.num_input_tokens_seen]
+        return self._score(self._local(arrays, len(inputs)), mode)
+
+    def _collect(self, rows: list[dict[str, Any]], mode: str) -> tuple[dict[str, Any], dict[str, float]]:
+        """The trials of a generation batch, on the main process: arrays for all ranks, and metrics."""
+        generations = self.num_generations if mode == "train" else self.num_generations_eval
+        step = self._step if mode == "train" else self._eval_batches
+        self._eval_batches += mode == "eval"
+        self._sampler.seed = derive(self.args.seed, mode, step)
+        self._sampler.engine.policy_version = self.state.global_step
+        tasks = rows[::generations]  # TRL's sampler has repeated each row, one after the other
+        collected = collect(tasks, self.env_cache, self.tokenizer, self.agent, generations)
+        flat = flat_groups(collected.final_rewards, collected.group)
+        metrics = {"frac_reward_zero_std": len(flat) / max(1, len(tasks))}
+        for attempt in range(self.args.resample_flat_groups if mode == "train" else 0):
+            if not flat:
+                break
+            fresh = self._fresh_tasks(len(flat), attempt)
+            again = collect(fresh, self.env_cache, self.tokenizer, self.agent, generations)
+            still = set(flat_groups(again.final_rewards, again.group))
+            better = {old: new for old, new in zip(flat, range(len(fresh)), strict=True) if new not in still}
+            collected = collected.with_groups(again, better)
+            flat = [group for group in flat if group not in better]
+        if self.args.resample_flat_groups:
+            metrics["frac_reward_zero_std_after_resampling"] = len(flat) / max(1, len(tasks))
+        metrics |= collected.metrics()
+        self._stop_if_nothing_works(collected, mode)
+        arrays = collected.arrays(mask_truncated=self.args.mask_truncated_completions)
+        arrays["advantages"] = advantages(
+            self.args.advantages,
+            Batch(
+                agent_mask=arrays["padded_agent_mask"],
+                rewards=arrays["padded_rewards"],
+                row_rollout=arrays["row_rollout"],
+                final_rewards=collected.final_rewards,
+                group=collected.group,
+                discount=self.args.discount,
+                scale=self.scale_rewards,
+            ),
+        )
+        self._keep_texts(collected, arrays)
+        self._last = collected
+        return arrays, metrics
+
+    def _fresh_tasks(self, count: int, attempt: int) -> list[dict[str, Any]]:
+        rng = np.random.default_rng(derive(self.args.seed, "fresh", self._step, attempt))
+        chosen = rng.integers(len(self.train_dataset), size=count)
+        return [checked_row(self.train_dataset[int(index)], int(index)) for index in chosen]
+
+    def _stop_if_nothing_works(self, collected: Collected, mode: str) -> None:
+        self._failed_batches = self._failed_batches + 1 if np.isnan(collected.final_rewards).all() else 0
+        if self._failed_batches >= (MAX_FAILED_BATCHES if mode == "train" else 1):
+            raise LongreinError(
+                f"every rollout of {self._failed_batches} generation batches failed; the first cause: {collected.first_failure()}"
+            )
+
+    def _local(self, arrays: dict[str, Any], count: int) -> dict[str, Any]:
+        """This rank's rollouts, as tensors on its device."""
+        first = self.accelerator.process_index * count
+        owner = arrays["row_rollout"]
+        mine = (owner >= first) & (owner < first + count)
+        device = self.accelerator.device
+        batch = {
+            name: torch.as_tensor(arrays[source][mine], device=device)
+            for name, source in (
+                ("prompt_completion_ids", "padded_token_ids"),
+                ("attention_mask", "padded_attn_mask"),
+                ("agent_token_mask", "padded_agent_mask"),
+                ("advantages", "advantages"),
+                ("recorded_logps", "padded_logprobs"),
+            )
+        }
+        batch["row_rollout"] = torch.as_tensor(owner[mine] - first, device=device)
+        batch["num_rollouts"] = count
+        batch["num_items_in_batch"] = torch.tensor(float(arrays["padded_agent_mask"].sum()), device=device)
+        return batch
+
+    def _score(self, batch: dict[str, Any], mode: str) -> dict[str, Any]:
+        """Add the old and the reference log-probabilities of the whole trajectories."""
+        recorded = batch.pop("recorded_logps")
+        size = self.args.per_device_train_batch_size if mode == "train" else self.args.per_device_eval_batch_size
+        with torch.no_grad():
+            if self.args.old_logps == "recorded":
+                batch["old_per_token_logps"] = recorded
+            else:
+                batch["old_per_token_logps"] = self._trajectory_logps(self.model, batch, size)
+            batch["ref_per_token_logps"] = None
+            if self.beta != 0.0 and self.ref_model is not None:
+                batch["ref_per_token_logps"] = self._trajectory_logps(self.ref_model, batch, size)
+            elif self.beta != 0.0:
+                with reference_adapter(self.accelerator.unwrap_model(self.model)):
+                    batch["ref_per_token_logps"] = self._trajectory_logps(self.model, batch, size)
+        return batch
+
+    def _trajectory_logps(self, model: Any, batch: dict[str, Any], batch_size: int) -> Tensor:
+        with self.accelerator.autocast():
+            return trajectory_logps(
+                model,
+                batch["prompt_completion_ids"],
+                batch["attention_mask"],
+                batch["agent_token_mask"],
+                batch_size=batch_size,
+            ).logps
+
+    # ---- the loss
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        if return_outputs:
+            raise LongreinError("GRPOEnvTrainer computes a loss and no outputs; call it with return_outputs=False")
+        tokens = AgentTokens(inputs["agent_token_mask"], inputs["row_rollout"], inputs["num_rollouts"])
+        ids = tokens.gather(inputs["prompt_completion_ids"])
+        as_trl = {
+            "prompt_ids": ids[:, :1],  # TRL wants a prompt; the forward below reads the trajectories instead
+            "prompt_mask": torch.ones_like(ids[:, :1]),
+            "completion_ids": ids,
+            "completion_mask": tokens.mask,
+            "advantages": tokens.gather(inputs["advantages"]),
+            "old_per_token_logps": tokens.gather(inputs["old_per_token_logps"]),
+            "num_items_in_batch": inputs["num_items_in_batch"],
+        }
+        if inputs["ref_per_token_logps"] is not None:
+            as_trl["ref_per_token_logps"] = tokens.gather(inputs["ref_per_token_logps"])
+        self._trajectories = (inputs, tokens)
+        try:
+            return self._compute_loss(model, as_trl)
+        finally:
+            del self._trajectories
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, *args: Any, compute_entropy: bool = False, compute_aux_loss: bool = False, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """TRL's loss asks for the log-probabilities of its rows: those of the trajectories, one row a rollout."""
+        inputs, tokens = self._trajectories
+        with self.accelerator.autocast():
+            logps, entropies, aux_loss = trajectory_logps(
+                model,
+                inputs["prompt_completion_ids"],
+                inputs["attention_mask"],
+                inputs["agent_token_mask"],
+                entropy=compute_entropy,
+                aux_loss=compute_aux_loss,
+            )
+        return tokens.gather(logps), None if entropies is None else tokens.gather(entropies), aux_loss
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        self._rollout_seconds, started = 0.0, time.perf_counter()
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._metrics["train"]["time/training"].append(time.perf_counter() - started - self._rollout_seconds)
+        return loss
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        self._eval_batches = 0  # every evaluation draws the same noise, so two of them differ by the policy alone
+        return super().evaluate(*args, **kwargs)
+
+    # ---- processes and checkpoints
+
+    def _on_main_process(self, work: Any) -> Any:
+        """Run `work` on the main process and give its result, or its error, to every rank."""
+        if self.accelerator.num_processes == 1:
+            return work()
+        pool = ThreadPoolExecutor(1) if self.accelerator.is_main_process else None
+        future = pool.submit(work) if pool is not None else None
+        while True:
+            if future is not None:
+                done = _wait(future, HEARTBEAT_SECONDS)
+                error = future.exception() if done else None
+                told = [
+                    (done, future.result() if done and error is None else None, error and f"{type(error).__name__}: {error}")
+                ]
+            else:
+                told, error = [(False, None, None)], None
+            broadcast_object_list(told)
+            done, result, message = told[0]
+            if error is not None:
+                raise error
+            if message is not None:
+                raise LongreinError(f"the main process stopped: {message}")
+            if done:
+                if pool is not None:
+                    pool.shutdown()
+                return result
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+        middle = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
+        state = {"step": self._step, "buffered_inputs": self._buffered_inputs if middle else None}
+        torch.save(state, folder / STATE_FILE.format(rank=self.accelerator.process_index))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        path = Path(resume_from_checkpoint, STATE_FILE.format(rank=self.accelerator.process_index))
+        if path.exists():
+            state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
+            self._step, self._buffered_inputs = state["step"], state["buffered_inputs"]
+
+    def _keep_texts(self, collected: Collected, arrays: dict[str, Any]) -> None:
+        """Conversations for `log_completions`: what was read first, and what followed."""
+        first_row = np.unique(arrays["row_rollout"], return_index=True)[1]
+        weights = arrays["padded_agent_mask"][first_row]
+        mean = (arrays["advantages"][first_row] * weights).sum(1) / np.maximum(weights.sum(1), 1)
+        for index, (prompt, rest) in enumerate(collected.conversations()):
+            self._logs["prompt"].append(prompt)
+            self._logs["completion"].append(rest)
+            self._logs["rewards"]["environment"].append(float(collected.final_rewards[index]))
+            self._logs["advantages"].append(float(mean[index]))
+
+
+def split_by_rollout(batch: dict[str, Any], parts: int, order: torch.Generator) -> list[dict[str, Any]]:
+    """A generation batch in `parts` micro-batches of whole rollouts, shuffled; padding that a part does not need goes."""
+    count = batch["num_rollouts"]
+    device = batch["row_rollout"].device
+    result = []
+    for chosen in torch.randperm(count, generator=order).to(device).chunk(parts):
+        place = torch.full((count,), -1, device=device, dtype=torch.long)
+        place[chosen] = torch.arange(len(chosen), device=device)
+        rows = torch.nonzero(place[batch["row_rollout"]] >= 0)[:, 0]
+        width = int(batch["attention_mask"][rows].sum(1).max())
+        part = {
+            name: value[rows, :width] if isinstance(value, Tensor) and value.dim() == 2 else value
+            for name, value in batch.items()
+        }
+        part["row_rollout"] = place[batch["row_rollout"][rows]]
+        part["num_rollouts"] = len(chosen)
+        result.append(part)
+    return result
+
+
+def _wait(future: Any, seconds: float) -> bool:
+    try:
+        future.exception(timeout=seconds)
+    except TimeoutError:
+        return False
+    return True

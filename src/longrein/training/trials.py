@@ -1,0 +1,246 @@
+"""From tasks to played rollouts: environments found, built once and cached, run all at the same time, checked and merged.
+
+Always true of what `collect` gives: the rollouts of task i stand at `i * generations` and after, whichever environment
+played them; every array has passed the checks, so a wrong environment is named here and not in a loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longrein.contract import LongreinError, Message
+from longrein.rollout import Rollout
+
+EnvironmentCache = dict[tuple[str, str], Any]
+"""`(env_class_path, env_config as JSON)`: the environment built from it."""
+
+ROW_KEYS = ("padded_token_ids", "padded_attn_mask", "padded_agent_mask", "padded_rewards", "padded_logprobs")
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """One rollout as its environment returned it."""
+
+    rows: Mapping[str, NDArray]
+    """The arrays of `ROW_KEYS`, each of shape (rows of this rollout, tokens)."""
+    final_reward: float
+    """NaN when the rollout failed."""
+    env: str
+    rollout: Rollout | None
+    """The record, where the environment gives one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """The rollouts of a generation batch, task-major."""
+
+    played: Sequence[Played]
+    generations: int
+    pad_id: int
+
+    @property
+    def final_rewards(self) -> NDArray[np.float32]:
+        return np.array([one.final_reward for one in self.played], np.float32)
+
+    @property
+    def group(self) -> NDArray[np.int64]:
+        """The task each rollout belongs to."""
+        return np.arange(len(self.played)) // self.generations
+
+    def with_groups(self, other: Collected, replaced: Mapping[int, int]) -> Collected:
+        """This batch with some tasks' rollouts replaced by another batch's: `{task here: task there}`."""
+        played = list(self.played)
+        size = self.generations
+        for here, there in replaced.items():
+            played[here * size : (here + 1) * size] = other.played[there * size : (there + 1) * size]
+        return dataclasses.replace(self, played=played)
+
+    def arrays(self, *, mask_truncated: bool = False) -> dict[str, NDArray]:
+        """Everything as right-padded arrays over all rows, with `row_rollout` saying whose row it is."""
+        width = max(int(one.rows["padded_attn_mask"].sum(1).max()) for one in self.played)
+        fill = dict.fromkeys(ROW_KEYS, 0) | {"padded_token_ids": self.pad_id}
+        parts: dict[str, list[NDArray]] = {key: [] for key in ROW_KEYS}
+        for one in self.played:
+            trained = not (mask_truncated and one.rollout is not None and one.rollout.truncated)
+            for key in ROW_KEYS:
+                rows = one.rows[key][:, :width]
+                rows = np.pad(rows, ((0, 0), (0, width - rows.shape[1])), constant_values=fill[key])
+                parts[key].append(rows if trained or key != "padded_agent_mask" else np.zeros_like(rows))
+        counts = [len(one.rows["padded_attn_mask"]) for one in self.played]
+        return {key: np.concatenate(rows) for key, rows in parts.items()} | {
+            "row_rollout": np.repeat(np.arange(len(self.played)), counts)
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """What a person watches: rewards overall and by environment, lengths, limits, failures."""
+        rewards = self.final_rewards
+        agent_tokens = [int(one.rows["padded_agent_mask"].sum()) for one in self.played]
+        metrics = {
+            "reward": _mean(rewards),
+            "reward_std": _spread(rewards),
+            "failed": float(np.isnan(rewards).mean()),
+            "branches": float(np.mean([len(one.rows["padded_attn_mask"]) for one in self.played])),
+            "completions/mean_length": float(np.mean(agent_tokens)),
+            "completions/min_length": float(np.min(agent_tokens)),
+            "completions/max_length": float(np.max(agent_tokens)),
+        }
+        names = np.array([one.env for one in self.played])
+        for name in sorted(set(names)):
+            metrics[f"rewards/{name}/mean"] = _mean(rewards[names == name])
+            metrics[f"rewards/{name}/std"] = _spread(rewards[names == name])
+        records = [one.rollout for one in self.played if one.rollout is not None]
+        if records:
+            solved = [record.success for record in records if record.success is not None]
+            metrics["success"] = float(np.mean(solved)) if solved else float("nan")
+            metrics["turns/mean"] = float(np.mean([record.turns for record in records]))
+            metrics["turns/max"] = float(np.max([record.turns for record in records]))
+            metrics["completions/clipped_ratio"] = float(np.mean([record.truncated for record in records]))
+            metrics["limited"] = float(np.mean([record.limit is not None for record in records]))
+        return metrics
+
+    def first_failure(self) -> str:
+        causes = [one.rollout.failed for one in self.played if one.rollout is not None and one.rollout.failed]
+        return causes[0] if causes else "no cause was recorded"
+
+    def conversations(self) -> Iterator[tuple[list[Message], list[Message]]]:
+        """Each rollout's opening messages and what followed, along its last call; empty where there is no record."""
+        for one in self.played:
+            calls = list(one.rollout.calls.values()) if one.rollout is not None else []
+            if not calls:
+                yield [], []
+                continue
+            assert one.rollout is not None
+            path = one.rollout.path(calls[-1].id)
+            yield list(path[0].messages), one.rollout.conversation(calls[-1].id)[len(path[0].messages) :]
+
+
+def collect(
+    tasks: Sequence[dict[str, Any]], cache: EnvironmentCache, tokenizer: Any, agent: Any, generations: int
+) -> Collected:
+    """Play every task `generations` times, each in its own environment, all environments at once."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for index, task in enumerate(tasks):
+        key = (task["env_class_path"], json.dumps(task["env_config"], sort_keys=True, default=str))
+        groups.setdefault(key, []).append(index)
+    environments = {
+        key: environment(cache, key, tasks[indices[0]]["env_config"], tokenizer) for key, indices in groups.items()
+    }
+
+    def play(key: tuple[str, str]) -> list[Played]:
+        data = [tasks[index]["task_data"] for index in groups[key]]
+        trial = environments[key].run_trial(task_data_list=data, agent=agent, num_rollouts=generations)
+        return checked_trial(trial, len(data) * generations, type(environments[key]).__name__)
+
+    if len(groups) == 1:
+        results = [play(key) for key in groups]  # in this thread, so that Ctrl-C reaches it
+    else:
+        with ThreadPoolExecutor(len(groups), thread_name_prefix="longrein-trial") as pool:
+            results = list(pool.map(play, groups))
+    played: list[Played | None] = [None] * (len(tasks) * generations)
+    for indices, result in zip(groups.values(), results, strict=True):
+        for position, index in enumerate(indices):
+            played[index * generations : (index + 1) * generations] = result[
+                position * generations : (position + 1) * generations
+            ]
+    return Collected([one for one in played if one is not None], generations, tokenizer.pad_token_id)
+
+
+def environment(cache: EnvironmentCache, key: tuple[str, str], env_config: dict[str, Any], tokenizer: Any) -> Any:
+    """The environment of a row, built the first time it is asked for."""
+    if key not in cache:
+        cls = environment_class(key[0])
+        try:
+            cache[key] = cls(tokenizer=tokenizer, env_config=env_config)
+        except LongreinError:
+            raise
+        except Exception as error:
+            raise LongreinError(f"{key[0]} refuses env_config {env_config!r}: {type(error).__name__}: {error}") from error
+    return cache[key]
+
+
+def environment_class(path: str) -> type:
+    """The class a row names, imported."""
+    module, _, name = path.rpartition(".")
+    if not module:
+        raise LongreinError(f"env_class_path is {path!r}; it must be a dotted path such as 'longrein.envs.TreasureHunt'")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise LongreinError(f"env_class_path {path!r} cannot be imported: {error}") from error
+    except AttributeError:
+        raise LongreinError(f"env_class_path {path!r}: the module {module!r} has no {name!r}") from None
+    if not isinstance(found, type) or not callable(getattr(found, "run_trial", None)):
+        raise LongreinError(
+            f"env_class_path {path!r} is no environment: it must be a class with `run_trial`, such as one that extends "
+            "longrein.Environment"
+        )
+    return found
+
+
+def checked_trial(trial: Any, rollouts: int, env: str) -> list[Played]:
+    """A trial's arrays, rollout by rollout; refused in words where they do not fit together."""
+    if missing := [key for key in (*ROW_KEYS[:4], "final_rewards") if key not in trial]:
+        raise LongreinError(f"{env}.run_trial returned no {', '.join(missing)}; it returned {', '.join(trial)}")
+    rows = {key: np.asarray(trial[key]) for key in ROW_KEYS if key in trial}
+    shape = rows["padded_token_ids"].shape
+    rows.setdefault("padded_logprobs", np.zeros(shape, np.float32))
+    for key, value in rows.items():
+        if value.ndim != 2 or value.shape != shape:
+            raise LongreinError(
+                f"{env}.run_trial: {key} has shape {value.shape}, padded_token_ids {shape}; all must be (rows, tokens)"
+            )
+    final = np.asarray(trial["final_rewards"], np.float32)
+    owner = np.asarray(trial.get("row_rollout", np.arange(shape[0])))
+    if final.shape != (rollouts,):
+        raise LongreinError(
+            f"{env}.run_trial gave {final.shape} final_rewards for {rollouts} rollouts; one each is expected"
+        )
+    if owner.shape != (shape[0],) or sorted(set(owner.tolist())) != list(range(rollouts)):
+        raise LongreinError(
+            f"{env}.run_trial gave {shape[0]} rows for {rollouts} rollouts, and row_rollout does not give each rollout its rows"
+        )
+    records = list(trial.get("rollouts") or [None] * rollouts)
+    played = []
+    for index in range(rollouts):
+        mine = {key: value[owner == index] for key, value in rows.items()}
+        one = Played(mine, float(final[index]), env, records[index])
+        _check_played(one, index)
+        played.append(one)
+    return played
+
+
+def _check_played(one: Played, index: int) -> None:
+    failed = one.rollout is not None and one.rollout.failed is not None
+    if failed:
+        return
+    if not np.isfinite(one.final_reward) or not np.isfinite(one.rows["padded_rewards"]).all():
+        raise LongreinError(
+            f"{one.env}.run_trial: rollout {index} has the reward {one.final_reward}; rewards must be numbers (a rollout that "
+            "could not be scored is a failed one)"
+        )
+    agent, attended = one.rows["padded_agent_mask"].astype(bool), one.rows["padded_attn_mask"].astype(bool)
+    if not agent.any():
+        raise LongreinError(f"{one.env}.run_trial: rollout {index} has no agent token: padded_agent_mask is 0 all over")
+    if (agent & ~attended).any():
+        raise LongreinError(f"{one.env}.run_trial: rollout {index} has agent tokens where padded_attn_mask is 0")
+    if agent[:, 0].any():
+        raise LongreinError(f"{one.env}.run_trial: rollout {index} starts with an agent token; a prompt must come first")
+
+
+def _mean(values: NDArray) -> float:
+    values = values[~np.isnan(values)]
+    return float(values.mean()) if len(values) else float("nan")
+
+
+def _spread(values: NDArray) -> float:
+    values = values[~np.isnan(values)]
+    return float(values.std(ddof=1)) if len(values) > 1 else 0.0
