@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import json
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -129,13 +130,7 @@ class _Replies:
         text, opening = self.decode(whole), self.decode(prompt)
         if text.startswith(opening):
             return text[len(opening) :]
-        return self.decode(
-            [
-                token
-                for token, _ in itertools.dropwhile(lambda pair: pair[0] == pair[1], itertools.zip_longest(whole, prompt))
-                if token is not None
-            ]
-        )
+        return self.decode(whole[len(os.path.commonprefix([whole, prompt])) :])
 
     def _closed(self, text: str, close: int) -> list[int]:
         ids = [*self._encode(text), close]
