@@ -158,6 +158,7 @@ def test_rows_name_the_environment_and_carry_its_config(tokenizer):
         ({"game": "TwentyQuestions-v0"}, "refereed by a remote model"),
         ({**GUESS, "game_kwargs": {"max_numbr": 3}}, "max_numbr"),
         ({"game": "TicTacToe-v0", "opponent": "no.such.player"}, "opponent is 'no.such.player'"),
+        ({"game": "TicTacToe-v0", "opponent": "os.path"}, "which is a module, not a function"),
         ({}, "'game'"),
     ],
 )

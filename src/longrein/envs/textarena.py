@@ -37,6 +37,7 @@ _RANDOM_MODULE = threading.RLock()
 @dataclass(frozen=True, kw_only=True)
 class TextArenaConfig(EnvConfig):
     max_turns: int = 50
+    """A game that is not over by then has earned nothing."""
     game: str
     """A name in textarena's registry, like `Wordle-v0` or `TicTacToe-v0`."""
     game_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -61,9 +62,12 @@ class TextArenaConfig(EnvConfig):
     def opponent_function(self) -> Opponent:
         module, _, name = (self.opponent or "").rpartition(".")
         try:
-            return getattr(importlib.import_module(module), name)
+            function = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
             raise EnvConfigError(f"opponent is {self.opponent!r}, which is no dotted path of a function: {error}") from error
+        if not callable(function):
+            raise EnvConfigError(f"opponent is {self.opponent!r}, which is a {type(function).__name__}, not a function")
+        return function
 
 
 class GameEpisode(Episode):
