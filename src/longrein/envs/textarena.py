@@ -62,7 +62,7 @@ class TextArenaConfig(EnvConfig):
     def opponent_function(self) -> Opponent:
         module, _, name = (self.opponent or "").rpartition(".")
         try:
-            function = getattr(importlib.import_module(module), name)
+            function: Any = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
             raise EnvConfigError(f"opponent is {self.opponent!r}, which is no dotted path of a function: {error}") from error
         if not callable(function):
