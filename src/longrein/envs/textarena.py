@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from longrein.contract import LongreinError, Message
 from longrein.envs.environment import EnvConfig, EnvConfigError, Environment, Episode, Step
@@ -62,12 +62,12 @@ class TextArenaConfig(EnvConfig):
     def opponent_function(self) -> Opponent:
         module, _, name = (self.opponent or "").rpartition(".")
         try:
-            function: Any = getattr(importlib.import_module(module), name)
+            function = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
             raise EnvConfigError(f"opponent is {self.opponent!r}, which is no dotted path of a function: {error}") from error
         if not callable(function):
             raise EnvConfigError(f"opponent is {self.opponent!r}, which is a {type(function).__name__}, not a function")
-        return function
+        return cast(Opponent, function)
 
 
 class GameEpisode(Episode):
