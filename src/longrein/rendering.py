@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import json
 import logging
-import os
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -130,7 +129,8 @@ class _Replies:
         text, opening = self.decode(whole), self.decode(prompt)
         if text.startswith(opening):
             return text[len(opening) :]
-        return self.decode(whole[len(os.path.commonprefix([whole, prompt])) :])
+        common = next(i for i, (a, b) in enumerate(itertools.zip_longest(whole, prompt)) if a != b)
+        return self.decode(whole[common:])
 
     def _closed(self, text: str, close: int) -> list[int]:
         ids = [*self._encode(text), close]

@@ -1,0 +1,559 @@
+"""Promises 1 and 2: no sampled token is tokenised again, each delivered one is trained exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from conversations import (
+    LOOK,
+    MOVE,
+    TEXT,
+    TOOLS,
+    assistant,
+    next_messages,
+    openings,
+    replies,
+    reply_texts,
+    result,
+    system,
+    user,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longrein.contract import GenerateAPI, LongreinError, Message, Sampled, SampleRequest, Sampling
+from longrein.recorder import ContextLengthError, Recorder
+from longrein.rendering import Rendering
+from longrein.rollout import Call
+
+Named = Callable[[str], Any]
+FOUR = pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "llama3_2", "tiny"])
+
+
+class Replies:
+    """An engine that answers with the ids a function gives, and keeps what it was asked."""
+
+    policy_version = 3
+
+    def __init__(self, answer: Callable[[SampleRequest], list[int]], stop_ids: frozenset[int]) -> None:
+        self.answer, self.stop_ids = answer, stop_ids
+        self.requests: list[SampleRequest] = []
+
+    async def sample(self, request: SampleRequest) -> Sampled:
+        self.requests.append(request)
+        ids = self.answer(request)
+        stopped = bool(ids) and ids[-1] in self.stop_ids
+        return Sampled(ids, logprobs_of(ids, request.seed), "stop" if stopped else "length", self.policy_version)
+
+    def close(self) -> None:
+        pass
+
+
+def logprobs_of(ids: list[int], seed: int) -> list[float]:
+    """Any numbers that only this reply has."""
+    return [-((seed % 1009) + index / 64) for index in range(len(ids))]
+
+
+def by_seed(rendering: Rendering) -> Callable[[SampleRequest], list[int]]:
+    """Answers that are a function of the request's noise, like a model's."""
+    return lambda request: rendering.encode_reply(f"{request.seed % 10_000}")
+
+
+def in_order(rendering: Rendering, texts: list[str]) -> Callable[[SampleRequest], list[int]]:
+    left = iter(texts)
+    return lambda request: rendering.encode_reply(next(left))
+
+
+def recording(rendering: Rendering, answer: Any = None, **settings: Any) -> tuple[Recorder, Replies]:
+    """A recorder with the rollout "r" open, over an engine that says what it is told."""
+    if isinstance(answer, list):
+        answer = in_order(rendering, answer)
+    engine = Replies(answer or by_seed(rendering), rendering.stop_ids)
+    recorder = Recorder(engine, rendering, **settings)
+    recorder.open("r", seed=11)
+    return recorder, engine
+
+
+def ask(recorder: Recorder, messages: list[Message], tools: Any = (), **settings: Any) -> Call:
+    return asyncio.run(recorder.call("r", messages, tools, **settings))
+
+
+# What programs change without meaning to
+
+
+def as_javascript(value: Any) -> Any:
+    """JSON after a program in JavaScript read it and wrote it again."""
+    if isinstance(value, dict):
+        return {key: as_javascript(value[key]) for key in sorted(value, key=lambda k: (not k.isdigit(), k))}
+    if isinstance(value, list):
+        return [as_javascript(item) for item in value]
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return int(value) if float(value).is_integer() and abs(value) < 2**53 else float(value)
+    return value
+
+
+@st.composite
+def harmless(draw: st.DrawFn, message: Message, text: str | None = None) -> Message:
+    """The message as some program would send it back. `text` is a reply as `generate` gave it."""
+    echo = copy.deepcopy(message)
+    if text is not None and draw(st.booleans()):
+        return {"role": "assistant", "content": text}
+    if draw(st.booleans()):
+        echo.pop("reasoning_content", None)
+    for index, call in enumerate(echo.get("tool_calls", [])):
+        arguments = json.loads(call["function"]["arguments"])
+        spaced = json.dumps(arguments, indent=draw(st.sampled_from([None, 2])), sort_keys=draw(st.booleans()))
+        packed = json.dumps(as_javascript(arguments), separators=(",", ":"), ensure_ascii=False)
+        call["function"]["arguments"] = draw(st.sampled_from([call["function"]["arguments"], spaced, packed, arguments]))
+        call["id"] = draw(st.sampled_from([call["id"], f"other_{index}"]))
+    if "tool_call_id" in echo:
+        echo["tool_call_id"] = draw(st.sampled_from([echo["tool_call_id"], "other_0"]))
+    content = echo["content"]
+    if isinstance(content, str):
+        parts = [
+            {"type": "text", "text": content[:2], "cache_control": {"type": "ephemeral"}},
+            {"type": "text", "text": content[2:]},
+        ]
+        echo["content"] = draw(st.sampled_from([content, parts, *([] if content else [None, []])]))
+        if not content and draw(st.booleans()):
+            del echo["content"]
+    if echo["role"] == "assistant" and draw(st.booleans()):
+        echo["name"], echo["refusal"] = "policy", None
+    return echo
+
+
+@FOUR
+@settings(max_examples=60)
+@given(data=st.data())
+def test_no_sampled_token_is_tokenised_again(name: str, rendering: Named, tokenizer: Named, data: st.DataObject) -> None:
+    found, vocabulary = rendering(name), len(tokenizer(name))
+    drawn: list[int] = []
+    recorder, engine = recording(found, lambda _: drawn)
+    tools = data.draw(TOOLS)
+    history: list[tuple[Message, str | None]] = [(message, None) for message in data.draw(openings())]
+    tokens: list[int] = []
+    calls: list[Call] = []
+    for _ in range(data.draw(st.integers(2, 4))):
+        drawn = data.draw(replies(name, found, vocabulary))
+        call = ask(recorder, [data.draw(harmless(message, text)) for message, text in history], tools)
+        prompt = list(engine.requests[-1].prompt_ids)
+        assert prompt[: len(tokens)] == tokens
+        assert call.context_ids.tolist() == prompt[len(tokens) :]
+        assert call.completion_ids.tolist() == drawn
+        assert call.parent == (calls[-1].id if calls else None)
+        calls.append(call)
+        tokens = [*prompt, *drawn]
+        text = found.decode(drawn[:-1] if drawn[-1] in found.stop_ids else drawn)
+        history += [(call.reply, text), *((message, None) for message in data.draw(next_messages()))]
+    (branch,) = recorder.finish("r").branches()
+    assert branch.token_ids.tolist() == tokens
+    assert branch.agent_mask.sum() == sum(len(call.completion_ids) for call in calls)
+
+
+@FOUR
+@settings(max_examples=40)
+@given(data=st.data())
+def test_a_real_rewrite_starts_a_branch_and_leaves_the_old_tokens(
+    name: str, rendering: Named, tokenizer: Named, data: st.DataObject
+) -> None:
+    found = rendering(name)
+    recorder, engine = recording(found)
+    tools = [LOOK]
+    messages = data.draw(openings())
+    for _ in range(3):
+        messages = [*messages, ask(recorder, messages, tools).reply, user(data.draw(TEXT))]
+    before = recorder._state("r").rollout.branches()
+    assert len(before) == 1
+    first = next(index for index, message in enumerate(messages) if message["role"] == "user")
+    rewritten, other_tools = data.draw(
+        st.sampled_from(
+            [
+                ([*messages[:first], user("edited, not what was sent"), *messages[first + 1 :]], tools),
+                ([*messages[: first + 1], assistant("not what was sampled"), *messages[first + 2 :]], tools),
+                ([*messages[:first], *messages[first + 2 :]], tools),  # the first turn dropped
+                ([system("other orders"), *messages[first:]], tools),
+                ([messages[first], user("a summary of the rest")], tools),
+                (messages, [LOOK, MOVE]),
+                (messages, []),
+            ]
+        )
+    )
+    call = ask(recorder, rewritten, other_tools)
+    rollout = recorder.finish("r")
+    assert call.parent is None
+    assert list(engine.requests[-1].prompt_ids) == found.prompt(rewritten, other_tools)
+    old, new = rollout.branches()
+    assert old.token_ids.tolist() == before[0].token_ids.tolist()
+    assert old.agent_mask.tolist() == before[0].agent_mask.tolist()
+    assert new.calls == (call.id,)
+
+
+def test_another_next_message_forks_the_conversation(rendering: Named) -> None:
+    recorder, _ = recording(rendering("qwen3"))
+    first = ask(recorder, [user("hi")])
+    left, right = (ask(recorder, [user("hi"), first.reply, user(text)]) for text in ("left", "right"))
+    assert left.parent == right.parent == first.id
+    a, b = recorder.finish("r").rows()
+    assert a.agent_mask.sum() + b.agent_mask.sum() == sum(len(call.completion_ids) for call in (first, left, right))
+
+
+def test_an_assistant_turn_the_model_never_wrote_is_rendered(rendering: Named) -> None:
+    for name, spliced in (("qwen3", False), ("llama3_2", False), ("qwen2_5", True)):
+        found = rendering(name)
+        recorder, engine = recording(found, ["yes", "sure"])
+        first = ask(recorder, [user("hi")])
+        messages = [user("hi"), first.reply, user("and?"), assistant("I was not sampled"), user("really?")]
+        second = ask(recorder, messages)
+        assert (second.parent == first.id) == spliced
+        if not spliced:
+            assert list(engine.requests[-1].prompt_ids) == found.prompt(messages)
+        assert found.decode(engine.requests[-1].prompt_ids) == found.decode(found.prompt(messages))
+
+
+def test_a_template_that_keeps_no_prefixes_gives_a_root_a_call(rendering: Named) -> None:
+    found = rendering("mistral_nemo")
+    recorder, engine = recording(found)
+    messages = [system("be brief"), user("hi")]
+    for _ in range(3):
+        call = ask(recorder, messages)
+        assert call.parent is None
+        assert list(engine.requests[-1].prompt_ids) == found.prompt(messages)
+        messages = [*messages, call.reply, user("more")]
+    assert len(recorder.finish("r").rows()) == 3
+
+
+def test_of_two_like_replies_the_echo_tells_which(rendering: Named) -> None:
+    found = rendering("qwen3")
+    written = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+    recorder, _ = recording(found, [written, f"<think>\nhm\n</think>\n\n{written}", "done", "done", "done"])
+    plain, thoughtful = (ask(recorder, [user("hi")]) for _ in range(2))
+    new = result("dark", "any")
+
+    def parent_of(echo: Message) -> str | None:
+        return ask(recorder, [user("hi"), echo, new]).parent
+
+    assert parent_of(plain.reply) == plain.id
+    assert parent_of(thoughtful.reply) == thoughtful.id
+    assert parent_of({**assistant(""), "tool_calls": plain.reply["tool_calls"]}) == plain.id
+
+
+def test_a_reply_that_was_delivered_is_continued_before_one_that_was_not(rendering: Named) -> None:
+    recorder, _ = recording(rendering("qwen3"), ["yes", "yes", "done"])
+    delivered = ask(recorder, [user("hi")])
+    ask(recorder, [user("hi")], delivered=False)
+    assert ask(recorder, [user("hi"), assistant("yes"), user("more")]).parent == delivered.id
+
+
+# Exactly once
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_each_delivered_token_is_trained_once_and_an_undelivered_one_never(rendering: Named, data: st.DataObject) -> None:
+    found = rendering("qwen3")
+    recorder, engine = recording(found)
+    conversations = [[user("hi")], [user("other")]]
+    lost: dict[int, list[str]] = defaultdict(list)
+    state: dict[str, str] = {}
+    for _ in range(data.draw(st.integers(1, 10))):
+        which = data.draw(st.integers(0, len(conversations) - 1))
+        asked = len(engine.requests)
+        call = ask(recorder, conversations[which], delivered=False)
+        if lost[which]:
+            assert (call.id, len(engine.requests)) == (lost[which].pop(0), asked)
+        else:
+            assert call.id not in state
+            assert len(engine.requests) == asked + 1
+        state[call.id] = data.draw(st.sampled_from(["delivered", "delivered", "lost", "open"]))
+        if state[call.id] == "delivered":
+            recorder.deliver("r", call.id)
+            conversations.append([*conversations[which], call.reply, user("more")])
+        elif state[call.id] == "lost":
+            recorder.lose("r", call.id, conversations[which])
+            lost[which].append(call.id)
+    rollout = recorder.finish("r")
+    expected = {
+        (call.id, index): (token, logprob)
+        for call in rollout.calls.values()
+        if state[call.id] == "delivered"
+        for index, (token, logprob) in enumerate(zip(call.completion_ids, call.logprobs, strict=True))
+    }
+    trained = [item for row in rollout.rows() for item in trained_tokens(rollout.calls, row)]
+    assert len(trained) == len(expected)
+    assert dict(trained) == expected
+    for call in rollout.calls.values():
+        assert rollout.reason(call) == (None if state[call.id] == "delivered" else "undelivered")
+
+
+def trained_tokens(calls: dict[str, Call], row: Any) -> list[tuple[tuple[str, int], tuple[int, float]]]:
+    """((call, position in its reply), (token, log-probability)) of a row's trained tokens."""
+    at, found = 0, []
+    for call_id in row.calls:
+        at += len(calls[call_id].context_ids)
+        for index in range(len(calls[call_id].completion_ids)):
+            if row.agent_mask[at]:
+                found.append(((call_id, index), (row.token_ids[at], row.logprobs[at])))
+            at += 1
+    return found
+
+
+def test_a_lost_call_is_joined_by_the_same_request_in_other_clothes(rendering: Named) -> None:
+    recorder, engine = recording(rendering("qwen3"))
+    call = ask(recorder, [user("hi")], [LOOK], delivered=False)
+    recorder.lose("r", call.id, [user("hi")], [LOOK])
+    joined = ask(recorder, [user([{"type": "text", "text": "hi"}])], [LOOK])
+    assert (joined.id, joined.delivered, len(engine.requests)) == (call.id, True, 1)
+    assert ask(recorder, [user("hi")], [LOOK]).id != call.id
+
+
+def test_a_call_that_is_still_open_is_not_joined(rendering: Named) -> None:
+    found = rendering("qwen3")
+
+    async def scenario() -> None:
+        gate, engine = asyncio.Event(), Gated(found)
+        recorder = Recorder(engine, found)
+        recorder.open("r")
+        engine.gates = [gate, gate]
+        first, second = (asyncio.create_task(recorder.call("r", [user("hi")])) for _ in range(2))
+        await asyncio.sleep(0)
+        gate.set()
+        assert (await first).id != (await second).id
+        assert len(recorder.finish("r").rows()) == 2
+
+    asyncio.run(scenario())
+
+
+class Gated(Replies):
+    """Answers by the request's noise, each when its gate opens."""
+
+    def __init__(self, rendering: Rendering) -> None:
+        super().__init__(by_seed(rendering), rendering.stop_ids)
+        self.gates: list[asyncio.Event] = []
+
+    async def sample(self, request: SampleRequest) -> Sampled:
+        gate = self.gates.pop(0) if self.gates else None
+        if gate is not None:
+            await gate.wait()
+        return await super().sample(request)
+
+
+# Noise
+
+
+@settings(max_examples=25)
+@given(order=st.permutations(range(6)), arrival=st.permutations(range(6)))
+def test_noise_is_keyed_by_path_and_not_by_arrival(rendering: Named, order: list[int], arrival: list[int]) -> None:
+    """Six calls at once, two alike, asked and answered in any order, then each continued: always the same tree."""
+    found = rendering("qwen3")
+    texts = ["a", "b", "c", "d", "e", "e"]
+
+    async def tree(arrival: list[int], order: list[int]) -> dict[str, list[int]]:
+        engine = Gated(found)
+        recorder = Recorder(engine, found)
+        rollout = recorder.open("r", seed=5)
+        gates = [asyncio.Event() for _ in texts]
+        engine.gates = [gates[index] for index in arrival]
+        tasks = [asyncio.create_task(recorder.call("r", [user(texts[index])])) for index in arrival]
+        await asyncio.sleep(0)
+        for index in order:
+            gates[index].set()
+            await asyncio.sleep(0)
+        for index, call in zip(arrival, await asyncio.gather(*tasks), strict=True):
+            await recorder.call("r", [user(texts[index]), call.reply, user("more")])
+        return {call_id: rollout.tokens(call_id).tolist() for call_id in rollout.calls}
+
+    assert asyncio.run(tree(arrival, order)) == asyncio.run(tree(list(range(6)), list(range(6))))
+
+
+def test_noise_differs_by_rollout_seed_and_by_sibling(rendering: Named) -> None:
+    found = rendering("qwen3")
+    engine = Replies(by_seed(found), found.stop_ids)
+    recorder = Recorder(engine, found)
+    for seed in range(3):
+        recorder.open(str(seed), seed=seed)
+        for _ in range(2):
+            asyncio.run(recorder.call(str(seed), [user("hi")]))
+    assert len({request.seed for request in engine.requests}) == 6
+
+
+def test_a_call_that_failed_or_was_cancelled_draws_the_same_noise_when_asked_again(rendering: Named) -> None:
+    found = rendering("qwen3")
+    recorder, _ = recording(found)
+    undisturbed = ask(recorder, [user("hi")])
+
+    async def scenario() -> None:
+        gated = Gated(found)
+        recorder = Recorder(gated, found)
+        recorder.open("r", seed=11)
+        gated.gates = [asyncio.Event(), asyncio.Event()]
+        cancelled, beside = (asyncio.create_task(recorder.call("r", [user("hi")])) for _ in range(2))
+        gates = list(gated.gates)
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        again = await recorder.call("r", [user("hi")])
+        assert again.id == undisturbed.id
+        assert again.completion_ids.tolist() == undisturbed.completion_ids.tolist()
+        gates[1].set()
+        assert (await beside).id != again.id
+
+    asyncio.run(scenario())
+
+
+# History as it was sent
+
+
+@FOUR
+@settings(max_examples=30)
+@given(data=st.data())
+def test_as_sent_always_reads_what_a_stock_server_would_render(name: str, rendering: Named, data: st.DataObject) -> None:
+    found = rendering(name)
+    text = ""
+    recorder, engine = recording(found, lambda _: found.encode_reply(text), history="as_sent")
+    messages = data.draw(openings())
+    for _ in range(3):
+        text = data.draw(reply_texts(name))
+        call = ask(recorder, messages)
+        prompt = list(engine.requests[-1].prompt_ids)
+        assert prompt == found.prompt(messages)
+        assert recorder._state("r").rollout.prompt(call.id).tolist() == prompt
+        messages = [*messages, call.reply, user(data.draw(TEXT))]
+
+
+def test_as_sent_keeps_one_branch_where_nothing_changed_and_branches_where_reasoning_is_dropped(rendering: Named) -> None:
+    found = rendering("qwen3")
+    for texts, parents in ((["yes", "no"], True), (["<think>\nhm\n</think>\n\nyes", "no"], False)):
+        recorder, _ = recording(found, texts, history="as_sent")
+        first = ask(recorder, [user("hi")])
+        second = ask(recorder, [user("hi"), first.reply, user("more")])
+        assert (second.parent == first.id) == parents
+
+
+def test_an_unknown_history_is_refused(rendering: Named) -> None:
+    with pytest.raises(LongreinError, match="history is 'kept'"):
+        recording(rendering("qwen3"), history="kept")
+
+
+# The seam
+
+
+def test_generate_gives_text_and_recorded_gives_its_tokens(rendering: Named) -> None:
+    found = rendering("qwen3")
+    written = ["<think>\nhm\n</think>\n\nLook:\n" + '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>', "done"]
+    recorder, _ = recording(found, written)
+    assert isinstance(recorder, GenerateAPI)
+    first = recorder.generate("r", 0, [user("hi")], [LOOK], Sampling())
+    second = recorder.generate("r", 1, [user("hi"), assistant(first), result("dark")], [LOOK], Sampling())
+    assert [first, second] == written
+    assert recorder.recorded("r", 0).completion_ids.tolist() == found.encode_reply(written[0])
+    assert recorder.recorded("r", 1).parent == recorder.recorded("r", 0).id
+    with pytest.raises(LongreinError, match="'r' has no recorded turn 2; it has 2"):
+        recorder.recorded("r", 2)
+
+
+def test_generate_works_inside_a_running_event_loop(rendering: Named) -> None:
+    recorder, _ = recording(rendering("qwen3"), ["yes"])
+
+    async def notebook() -> str:
+        return recorder.generate("r", 0, [user("hi")])
+
+    assert asyncio.run(notebook()) == "yes"
+
+
+def test_an_error_of_the_engine_reaches_the_caller_inside_a_loop_too(rendering: Named) -> None:
+    def away(_: SampleRequest) -> list[int]:
+        raise ConnectionError("the engine is away")
+
+    recorder, _ = recording(rendering("qwen3"), away)
+
+    async def notebook() -> str:
+        return recorder.generate("r", 0, [user("hi")])
+
+    for run in (lambda: asyncio.run(notebook()), lambda: recorder.generate("r", 0, [user("hi")])):
+        with pytest.raises(ConnectionError, match="away"):
+            run()
+    assert not recorder.finish("r").calls
+
+
+def test_a_call_says_what_was_asked_and_answered(rendering: Named) -> None:
+    recorder, engine = recording(rendering("qwen3"), ['<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>', "yes"])
+    call = ask(recorder, [user("hi")], [LOOK])
+    assert call.finish_reason == "tool_calls"
+    assert call.policy_version == 3
+    assert (call.messages, call.tools) == ((user("hi"),), (LOOK,))
+    assert call.reply["tool_calls"][0]["id"].startswith("call_")
+    assert call.logprobs.tolist() == np.float32(logprobs_of(call.completion_ids.tolist(), engine.requests[0].seed)).tolist()
+    answer = ask(recorder, [user("hi"), call.reply, result("dark")], [LOOK])
+    assert (answer.finish_reason, answer.messages) == ("stop", (result("dark"),))
+    assert recorder.finish("r").conversation(answer.id) == [user("hi"), call.reply, result("dark"), answer.reply]
+
+
+def test_what_the_caller_does_to_messages_does_not_reach_the_record(rendering: Named) -> None:
+    recorder, _ = recording(rendering("qwen3"), ["yes"])
+    sent = user("hi")
+    call = ask(recorder, [sent])
+    sent["content"] = call.reply["content"] = "changed"
+    assert recorder.finish("r").conversation(call.id) == [user("hi"), assistant("yes")]
+
+
+def test_a_full_context_is_refused_and_a_nearly_full_one_shortens_the_reply(rendering: Named) -> None:
+    found = rendering("qwen3")
+    length = len(found.prompt([user("hi")]))
+    for model, limits in (({"context_length": length + 5}, {}), ({}, {"max_length": length + 5})):
+        recorder, engine = recording(found, **model)
+        ask(recorder, [user("hi")], **limits)
+        ask(recorder, [user("hi")], sampling=Sampling(max_tokens=3), **limits)
+        assert [request.sampling.max_tokens for request in engine.requests] == [5, 3]
+        with pytest.raises(ContextLengthError, match=f"the limit is {length + 5}: no room for a reply"):
+            ask(recorder, [user("hi " * 20)], **limits)
+
+
+def test_a_rollout_is_open_once_and_closed_for_good(rendering: Named) -> None:
+    recorder, _ = recording(rendering("qwen3"))
+    with pytest.raises(LongreinError, match="'r' is already open"):
+        recorder.open("r")
+    with pytest.raises(LongreinError, match="at least one message"):
+        ask(recorder, [])
+    recorder.finish("r")
+    for late in (lambda: ask(recorder, [user("hi")]), lambda: recorder.finish("r"), lambda: recorder.deliver("r", "c")):
+        with pytest.raises(LongreinError, match="'r' is not open here"):
+            late()
+
+
+def test_a_reply_that_comes_after_the_end_is_refused(rendering: Named) -> None:
+    found = rendering("qwen3")
+
+    async def scenario() -> None:
+        gate, engine = asyncio.Event(), Gated(found)
+        recorder = Recorder(engine, found)
+        rollout = recorder.open("r")
+        engine.gates = [gate]
+        late = asyncio.create_task(recorder.call("r", [user("hi")]))
+        await asyncio.sleep(0)
+        recorder.finish("r")
+        recorder.open("r")  # another rollout of the same name
+        gate.set()
+        with pytest.raises(LongreinError, match="ended while this call was sampled"):
+            await late
+        assert not rollout.calls
+        assert not recorder.finish("r").calls
+
+    asyncio.run(scenario())
+
+
+def test_calls_from_many_threads_are_all_recorded(rendering: Named) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    recorder, _ = recording(rendering("qwen3"))
+    with ThreadPoolExecutor(8) as pool:
+        texts = list(pool.map(lambda index: recorder.generate("r", index, [user(str(index % 4))]), range(32)))
+    rollout = recorder.finish("r")
+    assert len(rollout.calls) == len(set(rollout.calls)) == 32
+    assert len(set(texts)) > 16
