@@ -88,6 +88,10 @@ class Episode(ABC):
     def step(self, reply: Message) -> Step | Awaitable[Step]:
         """What follows the policy's reply (an assistant message with `content` and maybe `tool_calls`)."""
 
+    def limit_reached(self, limit: str) -> float:
+        """The reward of an episode that was cut off (`turns`, `tokens`, `time`), added to what it has earned."""
+        return 0.0
+
     def close(self) -> Awaitable[None] | None:
         """Let go of what the episode holds; called once, however it ended."""
 
@@ -218,6 +222,8 @@ class Environment(ABC):
             if not step.messages:
                 raise LongreinError(f"{type(episode).__name__}.step gave no messages and was not done; give one of them")
             messages += [call.reply, *step.messages]
+        if rollout.limit is not None:
+            rewards.append(float(episode.limit_reached(rollout.limit)))
         rollout.reward = math.fsum(rewards)
         rollout.success = success if success is not None else rollout.reward >= 1.0
 

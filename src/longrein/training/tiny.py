@@ -3,9 +3,9 @@
     python -m longrein.training.tiny FOLDER
 
 Its BPE tokenizer is trained on the hunt's own texts, with Qwen3's special tokens and chat template, so the real Qwen3
-renderer serves it. The weights come from a minute of supervised training on a demonstrator that knows the format but is
-careless: often it looks into a room no note named, or answers before it saw the coin. What is left for reinforcement
-learning is what the notes are for.
+renderer serves it. The weights come from a minute of supervised training, first on a careful demonstrator, so that the model
+learns to copy a room from a note at all, then on a careless one: often it looks into a room no note named, or answers before
+it saw the coin. What is left for reinforcement learning is what the notes are for.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,9 +39,9 @@ SPECIAL_TOKENS = (
     "<tool_response>", "</tool_response>",
 )  # fmt: skip
 VOCABULARY = 1024
-FOLLOWS_NOTE = 0.8
-"""How often the demonstrator looks where the note says, rather than anywhere."""
-PATIENCE = 0.9
+FOLLOWS_NOTE = 0.75
+"""How often the careless demonstrator looks where the note says, rather than anywhere."""
+PATIENCE = 0.85
 """How often it goes on looking, rather than answering before it saw the coin."""
 
 
@@ -49,13 +50,15 @@ class Demonstration(NamedTuple):
     agent_mask: list[bool]
 
 
-def build(folder: Path, *, seed: int = 0, steps: int = 400, batch_size: int = 32) -> None:
+def build(folder: Path, *, seed: int = 0, steps: int = 240, batch_size: int = 16) -> None:
     """Make the tokenizer and the warm-started model, and save both into `folder`."""
     torch.manual_seed(seed)
     rng = random.Random(f"tiny-{seed}")
     tokenizer = make_tokenizer(rng)
     model = make_model(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
-    warm_start(model, demonstrations(rendering_for(tokenizer), rng), steps=steps, batch_size=batch_size)
+    rendering = rendering_for(tokenizer)
+    careful, careless = (demonstrations(rendering, rng, carefully=carefully) for carefully in (True, False))
+    warm_start(model, chain(islice(careful, steps // 2 * batch_size), careless), steps=steps, batch_size=batch_size)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -112,8 +115,9 @@ def make_model(vocabulary: int, pad_id: int, eos_id: int, *, hidden: int = 256, 
     )
 
 
-def demonstrations(rendering: Rendering, rng: random.Random) -> Iterator[Demonstration]:
-    """Careless hunts without end, as tokens; the demonstrator's replies are masked as the agent's."""
+def demonstrations(rendering: Rendering, rng: random.Random, *, carefully: bool) -> Iterator[Demonstration]:
+    """Hunts without end, as tokens; the demonstrator's replies are masked as the agent's."""
+    follows, patience = (1.0, 1.0) if carefully else (FOLLOWS_NOTE, PATIENCE)
     prompt = cache(lambda room: rendering.prompt(opening(room), TOOLS))
     drawn = cache(lambda action: rendering.encode_reply(_written(action)))
     read = cache(lambda text: rendering.extension({"role": "assistant", "content": ""}, [_result(text)], TOOLS) or [])
@@ -123,7 +127,7 @@ def demonstrations(rendering: Rendering, rng: random.Random) -> Iterator[Demonst
         noted: str | None = rooms[0]
         found: str | None = None
         for _ in range(6):
-            action = _choose(rng, found=found, noted=noted)
+            action = _choose(rng, found, noted, follows, patience)
             pieces.append((drawn(action), True))
             name, room = action
             if name == "answer":
@@ -136,8 +140,8 @@ def demonstrations(rendering: Rendering, rng: random.Random) -> Iterator[Demonst
 
 def warm_start(model: Qwen3ForCausalLM, data: Iterator[Demonstration], *, steps: int, batch_size: int) -> None:
     """Next-token training on the demonstrator's replies."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=steps, pct_start=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=steps, pct_start=0.1)
     shuffle = random.Random(0)
     batches: list[list[Demonstration]] = []
     model.train()
@@ -158,13 +162,13 @@ def warm_start(model: Qwen3ForCausalLM, data: Iterator[Demonstration], *, steps:
     model.eval()
 
 
-def _choose(rng: random.Random, *, found: str | None, noted: str | None) -> tuple[str, str]:
-    """The careless demonstrator's next action, given the room where it saw the coin and the room the last note named."""
+def _choose(rng: random.Random, found: str | None, noted: str | None, follows: float, patience: float) -> tuple[str, str]:
+    """The demonstrator's next action, given the room where it saw the coin and the room the last note named."""
     if found is not None:
         return "answer", found
-    if rng.random() > PATIENCE:
+    if rng.random() > patience:
         return "answer", rng.choice(ROOMS)
-    if noted is not None and rng.random() < FOLLOWS_NOTE:
+    if noted is not None and rng.random() < follows:
         return "look", noted
     return "look", rng.choice(ROOMS)
 

@@ -1,0 +1,175 @@
+"""The command line: `longrein train`, `longrein tiny`. Heavy imports wait until a command needs them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from longrein.contract import LongreinError
+
+if TYPE_CHECKING:
+    from longrein.training.job import Settings
+
+app = typer.Typer(
+    help="Train language-model agents by reinforcement learning.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+TINY = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "longrein" / "tiny"
+
+
+@app.callback()
+def common(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks and everything that is logged.")] = False,
+) -> None:
+    """Train language-model agents by reinforcement learning, in environments and in agent programs."""
+    logging.basicConfig(level=logging.INFO if debug else logging.ERROR, format="%(name)s: %(message)s")
+    if not debug:
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+@app.command()
+def train(
+    model: Annotated[
+        str | None, typer.Option(help="Folder or hub name of a causal model with a chat template. Unsaid: the small policy.")
+    ] = None,
+    env: Annotated[str, typer.Option(help="Dotted path of the environment class.")] = "longrein.envs.TreasureHunt",
+    env_config: Annotated[str, typer.Option(help="The environment's settings, as JSON.")] = "{}",
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help="JSONL or parquet file, folder saved by `datasets`, or hub name. Unsaid: the environment's own tasks."
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 60,
+    tasks_per_step: Annotated[int, typer.Option(min=1, help="Tasks in a step.")] = 8,
+    num_generations: Annotated[int, typer.Option(min=2, help="Rollouts of each task.")] = 8,
+    micro_batch: Annotated[int, typer.Option(min=1, help="Rollouts in a forward and backward pass.")] = 64,
+    learning_rate: Annotated[float | None, typer.Option(help="Unsaid: 5e-4 for the small policy, 1e-6 for others.")] = None,
+    beta: Annotated[float, typer.Option(min=0, help="Weight of the KL divergence from the starting policy.")] = 0.0,
+    loss_type: Annotated[str, typer.Option(help="TRL's name of the loss.")] = "dapo",
+    advantages: Annotated[str, typer.Option(help="rewards, group, turn, return or leave_one_out.")] = "group",
+    temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature.")] = 1.0,
+    lora_rank: Annotated[int, typer.Option(min=0, help="Train a LoRA adapter of this rank instead of all weights.")] = 0,
+    heldout: Annotated[int, typer.Option(min=0, help="Tasks kept for the before / after table.")] = 128,
+    seed: Annotated[int, typer.Option(help="Seed of tasks, order and sampling.")] = 0,
+    report_to: Annotated[list[str] | None, typer.Option(help="TRL's trackers: trackio, wandb, tensorboard.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The run folder. Unsaid: a new one under runs/.")] = None,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="A short run with text actions, to see that a model trains.")
+    ] = False,
+) -> None:
+    """Train a policy and compare it before and after on held-out tasks.
+
+    Examples: `longrein train` · `longrein train --model Qwen/Qwen3-0.6B --env my_envs.Shop --steps 100` ·
+    `longrein train --model ./my-model --tasks tasks.jsonl --lora-rank 16`
+    """
+    from longrein.display import TrainDisplay
+
+    with TrainDisplay() as display:
+        display.note("loading")
+        from longrein.training.job import Settings
+        from longrein.training.job import train as run
+
+        small = model is None or Path(model).name == "tiny"
+        settings = Settings(
+            model=model or str(_tiny(display)),
+            env=env,
+            env_config=_json_object(env_config, "--env-config"),
+            tasks=tasks,
+            steps=steps,
+            tasks_per_step=tasks_per_step,
+            num_generations=num_generations,
+            micro_batch=micro_batch,
+            learning_rate=learning_rate if learning_rate is not None else 5e-4 if small else 1e-6,
+            beta=beta,
+            loss_type=loss_type,
+            advantages=advantages,
+            temperature=temperature,
+            lora_rank=lora_rank,
+            heldout=heldout,
+            seed=seed,
+            report_to=tuple(report_to or ()),
+        )
+        if smoke:
+            settings = _smoke(settings)
+        folder = out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-seed{seed}"
+        summary = run(settings, folder, progress=display.event)
+        _point_latest(folder)
+        display.summary(summary, folder)
+
+
+def main() -> None:
+    """The `longrein` command: errors in one sentence, `--debug` for the traceback."""
+    debug = "--debug" in sys.argv
+    try:
+        app(standalone_mode=False)
+    except KeyboardInterrupt:
+        print(
+            "\nlongrein: stopped. The run folder keeps its metrics and the last weights (`checkpoints/`).", file=sys.stderr
+        )
+        sys.exit(130)
+    except typer.Exit as error:
+        sys.exit(error.exit_code)
+    except typer.Abort:
+        sys.exit(130)
+    except LongreinError as error:
+        if debug:
+            raise
+        print(f"longrein: {error}", file=sys.stderr)
+        sys.exit(2)
+    except Exception as error:
+        import click
+
+        if isinstance(error, click.ClickException):
+            error.show()
+            sys.exit(error.exit_code)
+        if debug:
+            raise
+        print(f"longrein: {type(error).__name__}: {error} (run with --debug for the traceback)", file=sys.stderr)
+        sys.exit(1)
+
+
+def _tiny(display: Any) -> Path:
+    """The small policy, built the first time."""
+    if not (TINY / "model.safetensors").exists():
+        display.note("building the small policy (a minute, once)")
+        from longrein.training.tiny import build
+
+        build(TINY)
+    return TINY
+
+
+def _smoke(settings: Settings) -> Settings:
+    from dataclasses import replace
+
+    config = {"actions": "text", "max_turns": 2, "max_tokens": 192, "max_reply_tokens": 12, **settings.env_config}
+    return replace(settings, env_config=config, steps=3, tasks_per_step=2, num_generations=4, micro_batch=8, heldout=4)
+
+
+def _json_object(text: str, option: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise LongreinError(f"{option} is not JSON ({error}): {text!r}") from None
+    if not isinstance(value, dict):
+        raise LongreinError(f"{option} is {text}; it must be a JSON object, such as '{{\"max_turns\": 4}}'")
+    return value
+
+
+def _point_latest(folder: Path) -> None:
+    """`runs/latest` is the newest run of its folder."""
+    latest = folder.parent / "latest"
+    if latest.is_symlink() or not latest.exists():
+        latest.unlink(missing_ok=True)
+        latest.symlink_to(folder.name)

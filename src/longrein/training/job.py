@@ -1,0 +1,226 @@
+"""A training job from settings to a run folder: what `longrein train` does, without its display.
+
+Always true of a run folder: `config.json` is there from the start, `metrics.jsonl` grows by a line a step, `model/` loads with
+`from_pretrained`, and `summary.json` comes last and holds the same figures as the closing table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PrinterCallback, TrainerCallback
+
+from longrein.agents import Agent
+from longrein.contract import LongreinError, Sampling
+from longrein.envs.datasets import checked_row, load_tasks, task_dataset
+from longrein.envs.environment import Environment
+from longrein.noise import derive
+from longrein.training.config import GRPOEnvConfig
+from longrein.training.trainer import GRPOEnvTrainer
+from longrein.training.trials import Collected, EnvironmentCache, collect, environment_class
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything a training job can be told."""
+
+    model: str
+    """A folder or hub name of a causal model with a chat template."""
+    env: str = "longrein.envs.TreasureHunt"
+    env_config: dict[str, Any] = field(default_factory=dict)
+    tasks: str | None = None
+    """A JSONL or parquet file, a folder saved by `datasets`, or a hub name; unsaid, the environment makes its own."""
+    steps: int = 60
+    tasks_per_step: int = 8
+    num_generations: int = 8
+    micro_batch: int = 64
+    """Rollouts a forward and backward pass."""
+    learning_rate: float = 1e-6
+    beta: float = 0.0
+    loss_type: str = "dapo"
+    advantages: str = "group"
+    temperature: float = 1.0
+    lora_rank: int = 0
+    heldout: int = 128
+    """Tasks kept for the before / after table."""
+    seed: int = 0
+    report_to: tuple[str, ...] = ()
+    resume: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Heldout:
+    """How a policy does on tasks it is not trained on."""
+
+    success: float
+    reward: float
+    by_env: dict[str, float]
+
+
+Progress = Callable[[dict[str, Any]], None]
+
+
+def train(settings: Settings, folder: Path, *, progress: Progress = lambda event: None) -> dict[str, Any]:
+    """Run a job into `folder` and give its summary. `progress` is told of every stage and step."""
+    started = time.perf_counter()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(settings), indent=2))
+    progress({"stage": "load", "model": settings.model})
+    agent = Agent.from_pretrained(settings.model, sampling=Sampling(temperature=settings.temperature), seed=settings.seed)
+    if agent.tokenizer.pad_token_id is None:
+        agent.tokenizer.pad_token = agent.tokenizer.eos_token
+    train_rows, heldout_rows = datasets_of(settings)
+    trainer = make_trainer(settings, agent, train_rows, folder)
+    trainer.add_callback(_Report(folder, progress))
+    progress({"stage": "before", "tasks": len(heldout_rows)})
+    before = evaluate(agent, heldout_rows, seed=settings.seed)
+    progress({"stage": "train", "steps": settings.steps, "before": before})
+    try:
+        trainer.train(resume_from_checkpoint=True if settings.resume else None)
+    except KeyboardInterrupt:
+        trainer._save_checkpoint(trainer.model, trial=None)
+        raise
+    trainer.save_model(str(folder / "model"))
+    progress({"stage": "after", "tasks": len(heldout_rows)})
+    after = evaluate(agent, heldout_rows, seed=settings.seed)
+    agent.engine.close()
+    summary = {
+        "heldout_success_before": before.success,
+        "heldout_success_after": after.success,
+        "heldout_reward_before": before.reward,
+        "heldout_reward_after": after.reward,
+        "by_env": {name: {"before": before.by_env[name], "after": after.by_env[name]} for name in before.by_env},
+        "heldout_tasks": len(heldout_rows),
+        "seconds": round(time.perf_counter() - started, 1),
+        "seed": settings.seed,
+        "steps": trainer.state.global_step,
+        "model": settings.model,
+        "versions": versions(),
+    }
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2))
+    return summary
+
+
+def make_trainer(settings: Settings, agent: Agent, rows: Any, folder: Path) -> GRPOEnvTrainer:
+    batch = settings.tasks_per_step * settings.num_generations
+    micro = min(settings.micro_batch, batch)
+    if batch % micro:
+        raise LongreinError(
+            f"a step has {batch} rollouts (tasks_per_step x num_generations), which {micro} (micro_batch) does not divide"
+        )
+    cpu = not torch.cuda.is_available()
+    args = GRPOEnvConfig(
+        output_dir=str(folder / "checkpoints"),
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=batch // micro,
+        num_generations=settings.num_generations,
+        max_steps=settings.steps,
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=min(5, settings.steps // 10),
+        beta=settings.beta,
+        loss_type=settings.loss_type,
+        advantages=settings.advantages,
+        temperature=settings.temperature,
+        seed=settings.seed,
+        report_to=list(settings.report_to),
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=cpu,
+        bf16=not cpu,
+        gradient_checkpointing=not cpu,
+    )
+    peft_config = None
+    if settings.lora_rank:
+        from peft import LoraConfig
+
+        peft_config = LoraConfig(r=settings.lora_rank, lora_alpha=2 * settings.lora_rank, target_modules="all-linear")
+    trainer = GRPOEnvTrainer(agent=agent, tokenizer=agent.tokenizer, args=args, train_dataset=rows, peft_config=peft_config)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def datasets_of(settings: Settings) -> tuple[Any, list[dict[str, Any]]]:
+    """The rows to train on and, apart from them, the rows held out."""
+    needed = settings.tasks_per_step * settings.steps
+    if settings.tasks is None:
+        cls = environment_class(settings.env)
+        if not issubclass(cls, Environment):
+            raise LongreinError(f"{settings.env} makes no tasks of its own; name a dataset (`--tasks`)")
+        config = settings.env_config
+        made = [
+            {"env_class_path": settings.env, "env_config": config, "task_data": task}
+            for task in cls.tasks(settings.heldout + needed, seed=derive(settings.seed, "tasks"), env_config=config)
+        ]
+        return _apart(made, settings.heldout)
+    loaded = load_tasks(settings.tasks, env_class_path=settings.env, env_config=settings.env_config)
+    rows = [checked_row(row, index) for index, row in enumerate(loaded)]
+    order = np.random.default_rng(settings.seed).permutation(len(rows))
+    return _apart([rows[index] for index in order], min(settings.heldout, len(rows) // 5))
+
+
+def _apart(rows: list[dict[str, Any]], heldout: int) -> tuple[Any, list[dict[str, Any]]]:
+    """The first rows held out, and of the rest those that are not the same task as one of them."""
+    kept = rows[:heldout]
+    known = {json.dumps(row, sort_keys=True) for row in kept}
+    rest = [row for row in rows[heldout:] if json.dumps(row, sort_keys=True) not in known]
+    if not rest:
+        raise LongreinError(f"of {len(rows)} tasks none is left to train on once {heldout} are held out; add tasks")
+    return task_dataset(rest), kept
+
+
+def evaluate(agent: Agent, rows: list[dict[str, Any]], *, seed: int, repeats: int = 1) -> Heldout:
+    """Play the rows once each with the policy as it is; the same seed draws the same noise."""
+    if not rows:
+        return Heldout(float("nan"), float("nan"), {})
+    agent.seed = derive(seed, "heldout")
+    cache: EnvironmentCache = {}
+    played = collect(rows, cache, agent.tokenizer, agent, repeats)
+    names = sorted({one.env for one in played.played})
+    return Heldout(
+        success=_success(played),
+        reward=float(np.nanmean(played.final_rewards)),
+        by_env={name: _success(played, name) for name in names},
+    )
+
+
+def _success(collected: Collected, env: str | None = None) -> float:
+    solved = [
+        bool(one.rollout.success) if one.rollout is not None else one.final_reward >= 1
+        for one in collected.played
+        if env is None or one.env == env
+    ]
+    return float(np.mean(solved))
+
+
+def versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {name: version(name) for name in ("longrein", "torch", "transformers", "trl", "renderers")}
+
+
+class _Report(TrainerCallback):
+    """Tells of every step: a line in `metrics.jsonl`, and the caller's display."""
+
+    def __init__(self, folder: Path, progress: Progress) -> None:
+        self._path = folder / "metrics.jsonl"
+        self._progress = progress
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero and logs and "reward" in logs:
+            event = {"step": state.global_step, "time": time.time(), **logs}
+            with self._path.open("a") as file:
+                file.write(json.dumps(event) + "\n")
+            self._progress({"stage": "step", **event})
