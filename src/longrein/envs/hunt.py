@@ -15,22 +15,7 @@ from typing import Any, Literal
 
 from longrein.contract import LongreinError, Message, Tool
 from longrein.envs.environment import EnvConfig, EnvConfigError, Environment, Episode, Step
-
-ROOMS = (
-    "attic", "barn", "cellar", "den", "foyer", "garage", "hall", "kitchen", "larder", "library", "lounge", "nursery",
-    "office", "pantry", "porch", "shed", "stable", "study", "tower", "vault",
-)  # fmt: skip
-
-
-def _room_tool(name: str, description: str) -> Tool:
-    parameters = {"type": "object", "properties": {"room": {"type": "string"}}, "required": ["room"]}
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
-
-
-TOOLS: tuple[Tool, ...] = (
-    _room_tool("look", "Look into a room."),
-    _room_tool("answer", "Say where the coin is."),
-)
+from longrein.rooms import ROOMS, TOOLS, look, opening
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,23 +78,6 @@ class TreasureHunt(Environment):
         assert isinstance(config, HuntConfig)
         rng = random.Random(f"hunt-{seed}")
         return [{"rooms": rng.sample(ROOMS, rng.randint(config.min_hops, config.max_hops))} for _ in range(count)]
-
-
-def opening(start: str, actions: str = "tools") -> list[Message]:
-    """The first messages of a hunt."""
-    text = f'Find the coin. The first note says "{start}".'
-    if actions == "text":
-        text += "\nReply with one line: `look ROOM` to look into a room, or `answer ROOM` once you see the coin."
-    return [{"role": "user", "content": text}]
-
-
-def look(rooms: Sequence[str], room: str) -> str:
-    """What is to be seen in a room of a hunt whose notes lead through `rooms`."""
-    if room == rooms[-1]:
-        return "The coin is here!"
-    if room in rooms:
-        return f'A note says "{rooms[rooms.index(room) + 1]}".'
-    return "Nothing here."
 
 
 def _tool_actions(reply: Message) -> list[tuple[str, str, str]]:

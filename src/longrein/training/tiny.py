@@ -29,8 +29,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from trl.chat_template_utils import qwen3_chat_template
 
 from longrein.contract import Message
-from longrein.envs.hunt import ROOMS, TOOLS, look, opening
 from longrein.rendering import Rendering, rendering_for
+from longrein.rooms import ROOMS, TOOLS, look, opening
 
 logger = logging.getLogger(__name__)
 
