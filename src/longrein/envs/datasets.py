@@ -116,12 +116,12 @@ def refuse_merged(dataset: Any) -> None:
 
 
 def _none_field(value: Any) -> str | None:
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            if inner is None:
-                return name
-            if (found := _none_field(inner)) is not None:
-                return f"{name}.{found}"
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in inside:
+        if inner is None and isinstance(value, dict):
+            return name
+        if (found := _none_field(inner)) is not None:
+            return f"{name}.{found}"
     return None
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
 from longrein.agents import Agent
 from longrein.contract import LongreinError
 from longrein.engines.transformers import TransformersEngine
@@ -35,6 +38,11 @@ def refuse_arguments(given: dict[str, Any]) -> None:
 
 def check_agent(agent: Any, tokenizer: Any, model: Any) -> Any:
     """The policy model that is trained."""
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise LongreinError(
+            f"the tokenizer is a {type(tokenizer).__name__}; it must be a tokenizer (of a processor, its `.tokenizer`; images "
+            "are not read)"
+        )
     if not getattr(tokenizer, "chat_template", None):
         raise LongreinError("the tokenizer has no chat template; use an instruct model or set `tokenizer.chat_template`")
     if tokenizer.pad_token_id is None:
@@ -56,11 +64,14 @@ def check_agent(agent: Any, tokenizer: Any, model: Any) -> Any:
         )
     if model is None and policy is None:
         raise LongreinError(f"{type(agent).__name__} has no policy model; give the trainer the `model` to train")
-    return policy if policy is not None else model
+    model = policy if policy is not None else model
+    if not isinstance(model, nn.Module):
+        raise LongreinError(f"the model is {model!r}; it must be a loaded model, as `from_pretrained` gives it")
+    return model
 
 
-def check_dataset(dataset: Any, args: GRPOEnvConfig, generations: int | None) -> None:
-    """Refuse rows that cannot be trained on. `generations` is None for evaluation."""
+def check_dataset(dataset: Any, args: GRPOEnvConfig, generations: int | None, context: int | None = None) -> None:
+    """Refuse rows that cannot be trained on. `generations` is None for evaluation; `context` is what the model can read."""
     if dataset is None:
         if generations is not None:
             raise LongreinError(
@@ -69,13 +80,15 @@ def check_dataset(dataset: Any, args: GRPOEnvConfig, generations: int | None) ->
         return
     if isinstance(dataset, dict):
         for part in dataset.values():
-            check_dataset(part, args, generations)
+            check_dataset(part, args, generations, context)
         return
     columns = dataset.column_names
     if columns is not None and (missing := [column for column in COLUMNS if column not in columns]):
         raise LongreinError(
             f"the dataset has no column {', '.join(missing)}; it has {', '.join(columns)}. Every row needs {', '.join(COLUMNS)}"
         )
+    if columns is not None and (images := [column for column in ("image", "images") if column in columns]):
+        raise LongreinError(f"the dataset has the column {images[0]}: environments give text, and images are not read")
     if not hasattr(dataset, "__len__"):  # a stream is checked row by row as it comes
         if generations is not None and args.resample_flat_groups:
             raise LongreinError(
@@ -93,7 +106,12 @@ def check_dataset(dataset: Any, args: GRPOEnvConfig, generations: int | None) ->
             seen.add(key)
             cls = environment_class(row["env_class_path"])
             if issubclass(cls, Environment):
-                cls.check_config(row["env_config"])
+                limit = cls.check_config(row["env_config"]).max_tokens
+                if context is not None and limit > context:
+                    raise LongreinError(
+                        f"row {index}: {cls.__name__} allows conversations of {limit} tokens (`max_tokens`), the model reads "
+                        f"{context}: lower `max_tokens` in env_config or use a model with a longer context"
+                    )
     if generations is not None and len(dataset) < (needed := args.generation_batch_size // generations):
         raise LongreinError(
             f"the dataset has {len(dataset)} rows and a generation batch needs {needed} (generation_batch_size "

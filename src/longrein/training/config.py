@@ -7,7 +7,9 @@ from typing import Any, Literal
 
 from trl import GRPOConfig
 
-from longrein.contract import LongreinError, Sampling
+from longrein.agents import Agent
+from longrein.contract import LongreinError
+from longrein.engines.scripted import ScriptedEngine
 from longrein.training.advantages import ADVANTAGES, AdvantageName
 
 REFUSED: dict[str, tuple[Any, str]] = {
@@ -77,11 +79,16 @@ def env_config_of(args: GRPOConfig) -> GRPOEnvConfig:
     return upgraded
 
 
-def check_config(args: GRPOEnvConfig, sampling: Sampling) -> None:
+def check_config(args: GRPOEnvConfig, agent: Agent) -> None:
     """Refuse options that have no meaning here, and sampling that is not the agent's."""
+    sampling = agent.sampling
     for name, (accepted, instead) in REFUSED.items():
         if getattr(args, name, accepted) != accepted:
             raise LongreinError(f"{name}={getattr(args, name)!r} has no meaning with environments: {instead}")
+    if sampling.temperature == 0:
+        raise LongreinError(
+            "the agent samples at temperature 0: all rollouts of a task would be the same. Raise it to train"
+        )
     for name, default in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0), ("min_p", None)):
         asked, drawn = getattr(args, name), getattr(sampling, name)
         if name == "temperature" and asked != drawn:
@@ -95,3 +102,5 @@ def check_config(args: GRPOEnvConfig, sampling: Sampling) -> None:
         raise LongreinError(
             "old_logps='recorded' needs untruncated sampling, and the agent samples with top-p, top-k or min-p on"
         )
+    if args.old_logps == "recorded" and isinstance(agent.engine, ScriptedEngine):
+        raise LongreinError("old_logps='recorded' needs an agent that samples from the policy; a script records none")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -29,8 +29,14 @@ from longrein.training.advantages import Batch, advantages, flat_groups
 from longrein.training.checks import check_agent, check_dataset, check_engine, refuse_arguments
 from longrein.training.config import check_config, env_config_of
 from longrein.training.logprobs import AgentTokens, trajectory_logps
-from longrein.training.trials import Collected, EnvironmentCache, collect
-from longrein.training.trl_compat import attach_reference, environment_reward, reference_adapter, without_reference
+from longrein.training.trials import Collected, EnvironmentCache, collect, tasks_of
+from longrein.training.trl_compat import (
+    attach_reference,
+    disable_gradient_checkpointing,
+    environment_reward,
+    reference_adapter,
+    without_reference,
+)
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -42,6 +48,7 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 5.0
 """How often the ranks that wait for the main process's trials hear from it; far below any collective's timeout."""
 STATE_FILE = "longrein_state_{rank}.pt"
+REFERENCE_FILE = "longrein_reference.pt"
 MAX_FAILED_BATCHES = 3
 """After so many generation batches in a row in which every rollout failed, the run stops: nothing can be learned."""
 
@@ -79,10 +86,11 @@ class GRPOEnvTrainer(GRPOTrainer):
         self.env_cache: EnvironmentCache = {}
         args = env_config_of(args or GRPOConfig("longrein-run"))
         self._sampler = as_agent(agent, tokenizer)  # the same agent, or the text agent with an engine around it
-        check_config(args, self._sampler.sampling)
+        check_config(args, self._sampler)
+        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         for dataset, generations in ((train_dataset, args.num_generations), (eval_dataset, None)):
-            check_dataset(dataset, args, generations)
-        adapters = peft_config is not None or hasattr(model, "peft_config")
+            check_dataset(dataset, args, generations, context)
+        adapters = peft_config is not None or is_peft_model(model)
         own_reference = args.beta != 0.0 and not adapters
         reference = copy.deepcopy(model) if own_reference else None
         padding_side = tokenizer.padding_side
@@ -106,7 +114,7 @@ class GRPOEnvTrainer(GRPOTrainer):
         tokenizer.padding_side = padding_side
         check_engine(self._sampler.engine, self)
         self._eval_batches = 0
-        self._failed_batches = 0
+        self._failed_batches = {"train": 0, "eval": 0}
         self._rollout_seconds = 0.0
         self._last: Collected | None = None
 
@@ -132,7 +140,7 @@ class GRPOEnvTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         mode = "train" if self.model.training else "eval"
-        rows = gather_object([checked_row(row, index) for index, row in enumerate(inputs)])
+        rows = gather_object(inputs)
         started = time.perf_counter()
         arrays, metrics = self._on_main_process(lambda: self._collect(rows, mode))
         self._rollout_seconds = time.perf_counter() - started
@@ -151,7 +159,7 @@ class GRPOEnvTrainer(GRPOTrainer):
         self._eval_batches += mode == "eval"
         self._sampler.seed = derive(self.args.seed, mode, step)
         self._sampler.engine.policy_version = self.state.global_step
-        tasks = rows[::generations]  # TRL's sampler has repeated each row, one after the other
+        tasks = tasks_of(rows, generations)
         collected = collect(tasks, self.env_cache, self.tokenizer, self.agent, generations)
         flat = flat_groups(collected.final_rewards, collected.group)
         metrics = {"frac_reward_zero_std": len(flat) / max(1, len(tasks))}
@@ -159,6 +167,7 @@ class GRPOEnvTrainer(GRPOTrainer):
             if not flat:
                 break
             fresh = self._fresh_tasks(len(flat), attempt)
+            self._sampler.seed = derive(self.args.seed, mode, step, attempt)  # a task drawn again is played anew
             again = collect(fresh, self.env_cache, self.tokenizer, self.agent, generations)
             still = set(flat_groups(again.final_rewards, again.group))
             better = {old: new for old, new in zip(flat, range(len(fresh)), strict=True) if new not in still}
@@ -168,7 +177,9 @@ class GRPOEnvTrainer(GRPOTrainer):
             metrics["frac_reward_zero_std_after_resampling"] = len(flat) / max(1, len(tasks))
         metrics |= collected.metrics()
         self._stop_if_nothing_works(collected, mode)
-        arrays = collected.arrays(mask_truncated=self.args.mask_truncated_completions)
+        arrays = collected.arrays()
+        if self.args.old_logps == "recorded" and np.isnan(arrays["padded_logprobs"]).any():
+            raise LongreinError("old_logps='recorded', and an environment's run_trial returned no padded_logprobs")
         arrays["advantages"] = advantages(
             self.args.advantages,
             Batch(
@@ -182,6 +193,9 @@ class GRPOEnvTrainer(GRPOTrainer):
             ),
         )
         self._keep_texts(collected, arrays)
+        if self.args.mask_truncated_completions:  # they count in their group's mean, and are not trained
+            for name in ("padded_agent_mask", "advantages"):
+                arrays[name][collected.truncated[arrays["row_rollout"]]] = 0
         self._last = collected
         return arrays, metrics
 
@@ -191,17 +205,21 @@ class GRPOEnvTrainer(GRPOTrainer):
         return [checked_row(self.train_dataset[int(index)], int(index)) for index in chosen]
 
     def _stop_if_nothing_works(self, collected: Collected, mode: str) -> None:
-        self._failed_batches = self._failed_batches + 1 if np.isnan(collected.final_rewards).all() else 0
-        if self._failed_batches >= (MAX_FAILED_BATCHES if mode == "train" else 1):
+        self._failed_batches[mode] = self._failed_batches[mode] + 1 if np.isnan(collected.final_rewards).all() else 0
+        if self._failed_batches[mode] >= MAX_FAILED_BATCHES:
             raise LongreinError(
-                f"every rollout of {self._failed_batches} generation batches failed; the first cause: {collected.first_failure()}"
+                f"every rollout of {MAX_FAILED_BATCHES} generation batches in a row failed; the first cause: "
+                f"{collected.first_failure()}"
             )
 
     def _local(self, arrays: dict[str, Any], count: int) -> dict[str, Any]:
         """This rank's rollouts, as tensors on its device."""
         first = self.accelerator.process_index * count
         owner = arrays["row_rollout"]
-        mine = (owner >= first) & (owner < first + count)
+        mine = np.flatnonzero((owner >= first) & (owner < first + count))
+        own = len(mine)
+        most = int(np.bincount(owner // count).max())
+        mine = np.pad(mine, (0, most - own), mode="edge")  # every rank runs the same forwards: rows that train nothing
         device = self.accelerator.device
         batch = {
             name: torch.as_tensor(arrays[source][mine], device=device)
@@ -213,6 +231,8 @@ class GRPOEnvTrainer(GRPOTrainer):
                 ("recorded_logps", "padded_logprobs"),
             )
         }
+        for name in ("agent_token_mask", "advantages"):
+            batch[name][own:] = 0
         batch["row_rollout"] = torch.as_tensor(owner[mine] - first, device=device)
         batch["num_rollouts"] = count
         batch["num_items_in_batch"] = torch.tensor(float(arrays["padded_agent_mask"].sum()), device=device)
@@ -222,7 +242,7 @@ class GRPOEnvTrainer(GRPOTrainer):
         """Add the old and the reference log-probabilities of the whole trajectories."""
         recorded = batch.pop("recorded_logps")
         size = self.args.per_device_train_batch_size if mode == "train" else self.args.per_device_eval_batch_size
-        with torch.no_grad():
+        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             if self.args.old_logps == "recorded":
                 batch["old_per_token_logps"] = recorded
             else:
@@ -252,7 +272,11 @@ class GRPOEnvTrainer(GRPOTrainer):
     ) -> Tensor:
         if return_outputs:
             raise LongreinError("GRPOEnvTrainer computes a loss and no outputs; call it with return_outputs=False")
-        tokens = AgentTokens(inputs["agent_token_mask"], inputs["row_rollout"], inputs["num_rollouts"])
+        agent_mask = inputs["agent_token_mask"]
+        row_rollout = inputs.get("row_rollout")
+        if row_rollout is None:  # a row is a rollout
+            row_rollout = torch.arange(len(agent_mask), device=agent_mask.device)
+        tokens = AgentTokens(agent_mask, row_rollout, inputs.get("num_rollouts", len(agent_mask)))
         ids = tokens.gather(inputs["prompt_completion_ids"])
         as_trl = {
             "prompt_ids": ids[:, :1],  # TRL wants a prompt; the forward below reads the trajectories instead
@@ -260,11 +284,11 @@ class GRPOEnvTrainer(GRPOTrainer):
             "completion_ids": ids,
             "completion_mask": tokens.mask,
             "advantages": tokens.gather(inputs["advantages"]),
-            "old_per_token_logps": tokens.gather(inputs["old_per_token_logps"]),
-            "num_items_in_batch": inputs["num_items_in_batch"],
+            "num_items_in_batch": inputs.get("num_items_in_batch", agent_mask.sum().float()),
         }
-        if inputs["ref_per_token_logps"] is not None:
-            as_trl["ref_per_token_logps"] = tokens.gather(inputs["ref_per_token_logps"])
+        for name in ("old_per_token_logps", "ref_per_token_logps"):
+            if inputs.get(name) is not None:
+                as_trl[name] = tokens.gather(inputs[name])
         self._trajectories = (inputs, tokens)
         try:
             return self._compute_loss(model, as_trl)
@@ -294,6 +318,7 @@ class GRPOEnvTrainer(GRPOTrainer):
         return loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        self._failed_batches["eval"] = 0
         self._eval_batches = 0  # every evaluation draws the same noise, so two of them differ by the policy alone
         return super().evaluate(*args, **kwargs)
 
@@ -328,16 +353,30 @@ class GRPOEnvTrainer(GRPOTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+        folder.mkdir(parents=True, exist_ok=True)
         middle = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
-        state = {"step": self._step, "buffered_inputs": self._buffered_inputs if middle else None}
+        state = {
+            "step": self._step,
+            "processes": self.accelerator.num_processes,
+            "buffered_inputs": self._buffered_inputs if middle else None,
+        }
         torch.save(state, folder / STATE_FILE.format(rank=self.accelerator.process_index))
+        if self.args.sync_ref_model and self.args.should_save:
+            torch.save(self.accelerator.unwrap_model(self.ref_model).state_dict(), folder / REFERENCE_FILE)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        path = Path(resume_from_checkpoint, STATE_FILE.format(rank=self.accelerator.process_index))
-        if path.exists():
-            state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
-            self._step, self._buffered_inputs = state["step"], state["buffered_inputs"]
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        device = self.accelerator.device
+        own, main = (Path(checkpoint, STATE_FILE.format(rank=rank)) for rank in (self.accelerator.process_index, 0))
+        if main.exists():
+            state = torch.load(own if own.exists() else main, map_location=device, weights_only=True)
+            fits = state["processes"] == self.accelerator.num_processes  # else the batch at hand is sampled again
+            self._step, self._buffered_inputs = state["step"], state["buffered_inputs"] if fits else None
+        if self.args.sync_ref_model and (path := Path(checkpoint, REFERENCE_FILE)).exists():
+            reference = torch.load(path, map_location=device, weights_only=True)
+            self.accelerator.unwrap_model(self.ref_model).load_state_dict(reference)
 
     def _keep_texts(self, collected: Collected, arrays: dict[str, Any]) -> None:
         """Conversations for `log_completions`: what was read first, and what followed."""

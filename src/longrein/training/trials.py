@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,12 +19,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longrein.contract import LongreinError, Message
+from longrein.envs.datasets import checked_row
 from longrein.rollout import Rollout
 
 EnvironmentCache = dict[tuple[str, str], Any]
 """`(env_class_path, env_config as JSON)`: the environment built from it."""
 
-ROW_KEYS = ("padded_token_ids", "padded_attn_mask", "padded_agent_mask", "padded_rewards", "padded_logprobs")
+ROW_KEYS: dict[str, type] = {
+    "padded_token_ids": np.int64,
+    "padded_attn_mask": np.int64,
+    "padded_agent_mask": np.int64,
+    "padded_rewards": np.float32,
+    "padded_logprobs": np.float32,
+}
+"""The arrays of a trial that have one row a branch."""
+REQUIRED = ("padded_token_ids", "padded_attn_mask", "padded_agent_mask", "padded_rewards", "final_rewards")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +41,8 @@ class Played:
     """One rollout as its environment returned it."""
 
     rows: Mapping[str, NDArray]
-    """The arrays of `ROW_KEYS`, each of shape (rows of this rollout, tokens)."""
+    """The arrays of `ROW_KEYS`, each of shape (rows of this rollout, tokens). Log-probabilities that the environment does
+    not give are NaN; a failed rollout has no agent tokens."""
     final_reward: float
     """NaN when the rollout failed."""
     env: str
@@ -64,17 +75,20 @@ class Collected:
             played[here * size : (here + 1) * size] = other.played[there * size : (there + 1) * size]
         return dataclasses.replace(self, played=played)
 
-    def arrays(self, *, mask_truncated: bool = False) -> dict[str, NDArray]:
+    @property
+    def truncated(self) -> NDArray[np.bool_]:
+        """The rollouts that ended because tokens ran out, as far as their records say."""
+        return np.array([one.rollout is not None and one.rollout.truncated for one in self.played])
+
+    def arrays(self) -> dict[str, NDArray]:
         """Everything as right-padded arrays over all rows, with `row_rollout` saying whose row it is."""
-        width = max(int(one.rows["padded_attn_mask"].sum(1).max()) for one in self.played)
+        width = max(2, *(int(one.rows["padded_attn_mask"].sum(1).max()) for one in self.played))
         fill = dict.fromkeys(ROW_KEYS, 0) | {"padded_token_ids": self.pad_id}
         parts: dict[str, list[NDArray]] = {key: [] for key in ROW_KEYS}
         for one in self.played:
-            trained = not (mask_truncated and one.rollout is not None and one.rollout.truncated)
             for key in ROW_KEYS:
                 rows = one.rows[key][:, :width]
-                rows = np.pad(rows, ((0, 0), (0, width - rows.shape[1])), constant_values=fill[key])
-                parts[key].append(rows if trained or key != "padded_agent_mask" else np.zeros_like(rows))
+                parts[key].append(np.pad(rows, ((0, 0), (0, width - rows.shape[1])), constant_values=fill[key]))
         counts = [len(one.rows["padded_attn_mask"]) for one in self.played]
         return {key: np.concatenate(rows) for key, rows in parts.items()} | {
             "row_rollout": np.repeat(np.arange(len(self.played)), counts)
@@ -121,6 +135,19 @@ class Collected:
             assert one.rollout is not None
             path = one.rollout.path(calls[-1].id)
             yield list(path[0].messages), one.rollout.conversation(calls[-1].id)[len(path[0].messages) :]
+
+
+def tasks_of(rows: Sequence[dict[str, Any]], generations: int) -> list[dict[str, Any]]:
+    """The tasks of a batch. TRL's sampler gives each row `generations` times, one after the other."""
+    rows = [checked_row(row, index) for index, row in enumerate(rows)]
+    for start in range(0, len(rows), generations):
+        repeats = {json.dumps(row, sort_keys=True, default=str) for row in rows[start : start + generations]}
+        if len(repeats) > 1 or start + generations > len(rows):
+            raise LongreinError(
+                f"rows {start} to {min(start + generations, len(rows)) - 1} of the batch must be {generations} copies of one "
+                "task (`num_generations`); they are not"
+            )
+    return rows[::generations]
 
 
 def collect(
@@ -188,18 +215,22 @@ def environment_class(path: str) -> type:
 
 def checked_trial(trial: Any, rollouts: int, env: str) -> list[Played]:
     """A trial's arrays, rollout by rollout; refused in words where they do not fit together."""
-    if missing := [key for key in (*ROW_KEYS[:4], "final_rewards") if key not in trial]:
+    if not isinstance(trial, Mapping):
+        raise LongreinError(
+            f"{env}.run_trial returned a {type(trial).__name__}; it must be a dict with {', '.join(REQUIRED)}"
+        )
+    if missing := [key for key in REQUIRED if key not in trial]:
         raise LongreinError(f"{env}.run_trial returned no {', '.join(missing)}; it returned {', '.join(trial)}")
-    rows = {key: np.asarray(trial[key]) for key in ROW_KEYS if key in trial}
+    rows = {key: _array(trial, key, dtype, env) for key, dtype in ROW_KEYS.items() if key in trial}
     shape = rows["padded_token_ids"].shape
-    rows.setdefault("padded_logprobs", np.zeros(shape, np.float32))
+    rows.setdefault("padded_logprobs", np.full(shape, np.nan, np.float32))
     for key, value in rows.items():
         if value.ndim != 2 or value.shape != shape:
             raise LongreinError(
                 f"{env}.run_trial: {key} has shape {value.shape}, padded_token_ids {shape}; all must be (rows, tokens)"
             )
-    final = np.asarray(trial["final_rewards"], np.float32)
-    owner = np.asarray(trial.get("row_rollout", np.arange(shape[0])))
+    final = _array(trial, "final_rewards", np.float32, env)
+    owner = _array(trial, "row_rollout", np.int64, env) if "row_rollout" in trial else np.arange(shape[0])
     if final.shape != (rollouts,):
         raise LongreinError(
             f"{env}.run_trial gave {final.shape} final_rewards for {rollouts} rollouts; one each is expected"
@@ -209,19 +240,38 @@ def checked_trial(trial: Any, rollouts: int, env: str) -> list[Played]:
             f"{env}.run_trial gave {shape[0]} rows for {rollouts} rollouts, and row_rollout does not give each rollout its rows"
         )
     records = list(trial.get("rollouts") or [None] * rollouts)
+    if len(records) != rollouts:
+        raise LongreinError(f"{env}.run_trial gave {len(records)} rollouts; {rollouts} were asked for")
     played = []
-    for index in range(rollouts):
+    for index, record in enumerate(records):
         mine = {key: value[owner == index] for key, value in rows.items()}
-        one = Played(mine, float(final[index]), env, records[index])
-        _check_played(one, index)
+        one = Played(mine, float(final[index]), env, record)
+        _check_padding(one, index)
+        if record is not None and record.failed is not None:
+            mine["padded_agent_mask"] = np.zeros_like(mine["padded_agent_mask"])
+            one = dataclasses.replace(one, final_reward=math.nan)
+        else:
+            _check_played(one, index)
         played.append(one)
     return played
 
 
+def _array(trial: Mapping[str, Any], key: str, dtype: type, env: str) -> NDArray:
+    try:
+        return np.asarray(trial[key]).astype(dtype)
+    except (TypeError, ValueError) as error:
+        raise LongreinError(f"{env}.run_trial: {key} is no array of numbers with rows of one length: {error}") from None
+
+
+def _check_padding(one: Played, index: int) -> None:
+    attended = one.rows["padded_attn_mask"]
+    if not attended[:, 0].all() or (np.diff(attended, axis=1) > 0).any():
+        raise LongreinError(
+            f"{one.env}.run_trial: rollout {index}: padded_attn_mask must be 1 on a row's tokens and 0 on the padding after them"
+        )
+
+
 def _check_played(one: Played, index: int) -> None:
-    failed = one.rollout is not None and one.rollout.failed is not None
-    if failed:
-        return
     if not np.isfinite(one.final_reward) or not np.isfinite(one.rows["padded_rewards"]).all():
         raise LongreinError(
             f"{one.env}.run_trial: rollout {index} has the reward {one.final_reward}; rewards must be numbers (a rollout that "

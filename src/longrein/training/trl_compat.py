@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
 from trl import GRPOConfig, GRPOTrainer
 from trl.models import prepare_deepspeed, prepare_fsdp
+from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model, use_adapter
 
@@ -16,6 +16,7 @@ __all__ = [
     "OVERRIDDEN",
     "READ",
     "attach_reference",
+    "disable_gradient_checkpointing",
     "environment_reward",
     "reference_adapter",
     "without_reference",
@@ -24,7 +25,7 @@ __all__ = [
 OVERRIDDEN = (
     "_generate_and_score_completions",
     "_get_per_token_logps_and_entropies",
-    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
     "_prepare_inputs",
     "_save_checkpoint",
     "_set_signature_columns_if_needed",
@@ -55,13 +56,17 @@ def without_reference(args: GRPOConfig) -> Iterator[None]:
         args.beta, args.sync_ref_model = beta, sync
 
 
-def attach_reference(trainer: GRPOTrainer, reference: nn.Module) -> None:
+def attach_reference(trainer: GRPOTrainer, reference: Any) -> None:
     """Give a trainer its frozen reference model, prepared as TRL prepares its own."""
     args = trainer.args
     trainer.beta = args.beta
     reference.requires_grad_(False)
     if args.disable_dropout:
         disable_dropout_in_model(reference)
+    if args.cast_lm_head_to_fp32:
+        dtype = reference.dtype
+        reference.get_output_embeddings().float()
+        reference.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output.to(dtype))
     add_fused_lm_head(reference, temperature=trainer.temperature, cast_lm_head_to_fp32=args.cast_lm_head_to_fp32)
     if trainer.is_deepspeed_enabled:
         reference = prepare_deepspeed(reference, trainer.accelerator)
