@@ -13,7 +13,7 @@ import asyncio
 import math
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -45,6 +45,10 @@ class TransformersEngine:
         self._waiting: queue.SimpleQueue[tuple[SampleRequest, Future[Sampled]] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         self._lock = threading.Lock()
+        self._batch_may_run = threading.Event()
+        self._batch_may_run.set()
+        self._no_batch_runs = threading.Condition()
+        self._batch_runs = False
         self._closed = False
 
     async def sample(self, request: SampleRequest) -> Sampled:
@@ -59,8 +63,27 @@ class TransformersEngine:
             self._waiting.put((request, future))
         return await asyncio.wrap_future(future)
 
+    def pause(self) -> None:
+        """Return once no batch runs; none starts before `resume`. Requests wait."""
+        self._batch_may_run.clear()
+        with self._no_batch_runs:
+            self._no_batch_runs.wait_for(lambda: not self._batch_runs)
+
+    def resume(self) -> None:
+        self._batch_may_run.set()
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy `(name, tensor)` pairs into the model; call it between `pause` and `resume`."""
+        parameters = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in weights:
+                if name not in parameters:
+                    raise LongreinError(f"the model has no parameter {name!r}; are these the weights of another model?")
+                parameters[name].copy_(tensor)
+
     def close(self) -> None:
         """End the worker. Requests that wait are refused."""
+        self.resume()
         with self._lock:
             self._closed = True
             worker, self._worker = self._worker, None
@@ -90,6 +113,7 @@ class TransformersEngine:
             batch = [(request, future) for request, future in batch if future.set_running_or_notify_cancel()]
             if not batch:
                 continue
+            self._begin_batch()
             try:
                 replies = self._generate([request for request, _ in batch])
             except BaseException as error:
@@ -98,6 +122,20 @@ class TransformersEngine:
             else:
                 for (_, future), reply in zip(batch, replies, strict=True):
                     future.set_result(reply)
+            finally:
+                with self._no_batch_runs:
+                    self._batch_runs = False
+                    self._no_batch_runs.notify_all()
+
+    def _begin_batch(self) -> None:
+        while True:
+            self._batch_may_run.wait()
+            with self._no_batch_runs:
+                self._batch_runs = True
+                if self._batch_may_run.is_set():
+                    return
+                self._batch_runs = False  # a pause came between the two
+                self._no_batch_runs.notify_all()
 
     def _gather(self) -> list[tuple[SampleRequest, Future[Sampled]]] | None:
         """Everything that waits, up to `max_batch`; None once the engine is closed."""
