@@ -8,6 +8,7 @@ path in the tree alone.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import copy
 import hashlib
 import itertools
@@ -20,7 +21,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from longrein.contract import Engine, LongreinError, Message, Sampled, SampleRequest, Sampling, Tool
-from longrein.rendering import Rendering
+from longrein.rendering import ConversationError, Rendering
 from longrein.rollout import Call, Rollout
 
 History = Literal["sampled", "as_sent"]
@@ -29,6 +30,10 @@ T = TypeVar("T")
 
 class ContextLengthError(LongreinError):
     """The prompt leaves no room for a reply in the model's context."""
+
+    def __init__(self, tokens: int, limit: int) -> None:
+        super().__init__(f"the prompt has {tokens} tokens and the limit is {limit}: no room for a reply")
+        self.tokens, self.limit = tokens, limit
 
 
 @dataclass(slots=True)
@@ -103,6 +108,10 @@ class Recorder:
             self._open[rollout_id] = state
         return state.rollout
 
+    def rollout(self, rollout_id: str) -> Rollout:
+        """The record of a rollout that is open, as far as it goes."""
+        return self._state(rollout_id).rollout
+
     def finish(self, rollout_id: str) -> Rollout:
         """End the record of a rollout; later calls under its id are refused."""
         with self._lock:
@@ -138,9 +147,11 @@ class Recorder:
         turn: int | None = None,
         max_length: int | None = None,
         delivered: bool = True,
+        stop: Sequence[str] = (),
     ) -> Call:
         """Answer one model call and record it. `max_length` bounds prompt and reply together, below the model's context.
 
+        A reply ends with the token that completes one of the words in `stop`, and its message before that word.
         A caller whose reply may get lost on the way passes `delivered=False`, then tells `deliver` or `lose`.
         """
         state = self._state(rollout_id)
@@ -166,8 +177,8 @@ class Recorder:
             tools=tools,
         )
         try:
-            sampled = await self.engine.sample(request)
-            call = self._make_call(path_key[:8].hex(), place, tools, sampled, delivered)
+            sampled = self._stopped(await self.engine.sample(request), stop)
+            call = self._make_call(path_key[:8].hex(), place, tools, sampled, delivered, stop)
             with self._lock:
                 if self._open.get(rollout_id) is not state:
                     raise LongreinError(
@@ -199,7 +210,7 @@ class Recorder:
 
     def _place(self, state: _Open, messages: Sequence[Message], tools: Sequence[Tool]) -> _Place:
         if not messages:
-            raise LongreinError("a model call needs at least one message; it was given none")
+            raise ConversationError("a model call needs at least one message; it was given none")
         digests = state.digests(messages, tools)
         whole = self.rendering.prompt(messages, tools) if self.history == "as_sent" else None
         for known in range(len(messages) - 1, 0, -1):
@@ -263,13 +274,39 @@ class Recorder:
             return sampling
         room = min(lengths) - prompt_length
         if room < 1:
-            raise ContextLengthError(
-                f"the prompt has {prompt_length} tokens and the limit is {min(lengths)}: no room for a reply"
-            )
+            raise ContextLengthError(prompt_length, min(lengths))
         return replace(sampling, max_tokens=min(room, sampling.max_tokens or room))
 
-    def _make_call(self, call_id: str, place: _Place, tools: Sequence[Tool], sampled: Sampled, delivered: bool) -> Call:
+    def _stopped(self, sampled: Sampled, stop: Sequence[str]) -> Sampled:
+        """The reply as if sampling had ended at the first stop word. What came later was never part of it."""
+
+        def said(length: int) -> bool:
+            text = self.rendering.decode(sampled.ids[:length])
+            return any(word in text for word in stop)
+
+        if not stop or not said(len(sampled.ids)):
+            return sampled
+        end = bisect.bisect_left(range(len(sampled.ids)), True, key=said)
+        drawn = sampled.sampler_logprobs
+        return replace(
+            sampled,
+            ids=sampled.ids[:end],
+            logprobs=sampled.logprobs[:end],
+            sampler_logprobs=None if drawn is None else drawn[:end],
+            finish_reason="stop",
+        )
+
+    def _make_call(
+        self,
+        call_id: str,
+        place: _Place,
+        tools: Sequence[Tool],
+        sampled: Sampled,
+        delivered: bool,
+        stop: Sequence[str] = (),
+    ) -> Call:
         reply = self.rendering.parse(sampled.ids, place.prompt_ids, tools)
+        reply["content"] = cut(reply["content"], stop)
         for index, tool_call in enumerate(reply.get("tool_calls", ())):
             tool_call["id"] = f"call_{call_id}_{index}"
         asked_for_tool = sampled.finish_reason == "stop" and reply.get("tool_calls")
@@ -361,6 +398,11 @@ def _rest(whole: list[int], before: list[int]) -> list[int] | None:
 def _copied(call: Call) -> Call:
     """For the caller to keep: what it does to the reply does not reach the record."""
     return replace(call, reply=copy.deepcopy(call.reply))
+
+
+def cut(text: str, stop: Sequence[str]) -> str:
+    """The text before the first of the stop words in it."""
+    return text[: min((at for word in stop if (at := text.find(word)) >= 0), default=len(text))]
 
 
 def canonical(message: Message) -> str:

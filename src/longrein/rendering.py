@@ -19,6 +19,10 @@ from longrein.contract import LongreinError, Message, Tool
 logger = logging.getLogger(__name__)
 
 
+class ConversationError(LongreinError):
+    """The conversation cannot be written in the model's format: whoever sent it is to change it."""
+
+
 class Rendering(Protocol):
     """How one model family writes conversations."""
 
@@ -180,7 +184,7 @@ class FamilyRendering(_Replies):
         try:
             return list(self._parser.render_ids(given, tools=list(tools) or None, add_generation_prompt=True))
         except Exception as error:  # a conversation the family does not know, said in its own way
-            raise LongreinError(f"the renderer {self.name!r} refuses this conversation: {error}") from error
+            raise ConversationError(f"the renderer {self.name!r} refuses this conversation: {error}") from error
 
     def extension(
         self,
@@ -312,7 +316,7 @@ class TemplateRendering(_Replies):
                 given, tools=list(tools) or None, add_generation_prompt=generation, tokenize=False, **self._kwargs
             )
         except Exception as error:  # templates raise on conversations they do not know, each in its own way
-            raise LongreinError(f"the chat template refuses this conversation: {error}") from error
+            raise ConversationError(f"the chat template refuses this conversation: {error}") from error
 
     def _ending(self) -> tuple[list[int], str]:
         """The special token that closes a reply, and the text between it and the next message."""
@@ -390,7 +394,7 @@ def _part_text(part: Any) -> str:
         return part
     if not isinstance(part, dict) or "text" not in part:
         kind = part.get("type") if isinstance(part, dict) else part
-        raise LongreinError(f"a message has a content part of type {kind!r}; only text can be rendered")
+        raise ConversationError(f"a message has a content part of type {kind!r}; only text can be rendered")
     return part["text"] or ""
 
 
