@@ -1,0 +1,162 @@
+"""Runs a command and leaves nothing of it behind: `python -I -S supervisor.py COMMAND...`, standard library alone.
+
+Always true: everything the command starts, also what forks twice and moves to a session of its own, is a descendant of this
+process (it is their subreaper), and is dead before this process exits. It ends the command when its standard input says
+something or closes, and when its parent dies: whoever started it needs no chance to clean up. Its exit status is the
+command's (128 + the signal, where one ended it); `STUCK` when something could not be killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+import time
+
+KILL_SECONDS = 10.0
+"""How long the killing may take before it is given up (a process that hangs in the kernel, or belongs to another user)."""
+STUCK = 125
+CANNOT_RUN = 127
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def supervise(command: list[str]) -> int:
+    """Run the command to its end or ours."""
+    parent = os.getppid()
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the way to stop this is its standard input
+        signal.signal(ignored, signal.SIG_IGN)
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+
+    child = _start(command)
+    status: int | None = None
+    while status is None:
+        readable, _, _ = select.select([0, woken], [], [], 1.0)
+        if woken in readable:
+            os.read(woken, 4096)
+        status = _reap().get(child)
+        if 0 in readable or os.getppid() != parent:  # a forked copy of our parent may hold the pipe open after its death
+            break
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, -20)  # root only: else a fork bomb's many processes starve the one that ends it
+    reaped, clean = kill_descendants(KILL_SECONDS)
+    if not clean:
+        return STUCK
+    status = reaped.get(child) if status is None else status
+    code = os.waitstatus_to_exitcode(status) if status is not None else -signal.SIGKILL
+    return code if code >= 0 else 128 - code
+
+
+def kill_descendants(seconds: float) -> tuple[dict[int, int], bool]:
+    """Kill every descendant of this process, which must be their subreaper; the statuses reaped, and whether all are gone.
+
+    All are stopped before any is killed: a process that still runs could fork another, or answer a death by a birth.
+    """
+    deadline = time.monotonic() + seconds
+    reaped = _reap()
+    while _has_children() and time.monotonic() < deadline:
+        stopped: set[int] = set()
+        while time.monotonic() < deadline:
+            found = descendants(os.getpid())
+            if found.keys() <= stopped:
+                break
+            _signal(found, signal.SIGSTOP)
+            stopped |= found.keys()
+        _signal(descendants(os.getpid()), signal.SIGKILL)
+        for _ in range(50):  # deaths take a moment; the tree comes to us generation by generation
+            reaped |= _reap()
+            if not _has_children():
+                break
+            time.sleep(0.001)
+    return reaped, not _has_children()
+
+
+def descendants(root: int) -> dict[int, int]:
+    """Every process below `root`, dead ones not yet reaped too, with its process group."""
+    children: dict[int, list[tuple[int, int]]] = {}
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                stat = file.read()
+        except OSError:  # it has ended since
+            continue
+        _, parent, group = stat[stat.rindex(b")") + 2 :].split(None, 3)[:3]  # a command name may hold spaces and brackets
+        children.setdefault(int(parent), []).append((int(name), int(group)))
+    found: dict[int, int] = {}
+    unvisited = [root]
+    while unvisited:
+        for pid, group in children.get(unvisited.pop(), ()):
+            if pid not in found:
+                found[pid] = group
+                unvisited.append(pid)
+    return found
+
+
+def _signal(processes: dict[int, int], number: int) -> None:
+    """To each process, and first to each group at once: within a group no fork gets past the signal.
+
+    The groups are the command's own: its first process started a session, and no one joins a group of another session.
+    """
+    for group in set(processes.values()) - {os.getpgrp()}:
+        with contextlib.suppress(OSError):
+            os.killpg(group, number)
+    for pid in processes:
+        with contextlib.suppress(OSError):
+            os.kill(pid, number)
+
+
+def _start(command: list[str]) -> int:
+    child = os.fork()
+    if child:
+        return child
+    try:
+        os.setsid()
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE):
+            signal.signal(number, signal.SIG_DFL)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.execvp(command[0], command)
+    except OSError as error:
+        os.write(2, f"cannot run {command[0]}: {error.strerror}\n".encode())
+    finally:
+        os._exit(CANNOT_RUN)
+
+
+def _reap() -> dict[int, int]:
+    """The statuses of the children that have ended since the last time."""
+    statuses: dict[int, int] = {}
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            statuses[pid] = status
+    return statuses
+
+
+def _has_children() -> bool:
+    """Whether anything is left: every descendant has an ancestor among our children."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
+
+
+if __name__ == "__main__":
+    os._exit(supervise(sys.argv[1:]))
