@@ -7,7 +7,9 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import copy
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,34 @@ def tokenizer() -> Callable[[str], Any]:
 def rendering() -> Callable[[str], Rendering]:
     """The rendering of the tokenizer of that name: `rendering("qwen3")`."""
     return lambda name: _rendering(cached(name))
+
+
+@pytest.fixture(scope="session")
+def growing(tokenizer: Callable[[str], Any]) -> Any:
+    """A tokenizer for any family of the `renderers` library: it takes in each special token it is asked for."""
+    return GrowingTokenizer(copy.deepcopy(tokenizer("qwen3")))
+
+
+class GrowingTokenizer:
+    """A tokenizer that takes in each special token a family asks for."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tokenizer(*args, **kwargs)
+
+    def convert_tokens_to_ids(self, token: str) -> int:
+        self._tokenizer.add_tokens([token], special_tokens=True)
+        return self._tokenizer.convert_tokens_to_ids(token)
+
+    def encode(self, text: str, **kwargs: Any) -> list[int]:
+        if re.fullmatch(r"<?｜[^<>]+｜>?", text):
+            self.convert_tokens_to_ids(text)
+        return self._tokenizer.encode(text, **kwargs)
 
 
 @pytest.fixture

@@ -29,8 +29,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longrein.contract import GenerateAPI, LongreinError, Message, Sampled, SampleRequest, Sampling
-from longrein.recorder import ContextLengthError, Recorder
-from longrein.rendering import Rendering
+from longrein.recorder import ContextLengthError, Recorder, canonical
+from longrein.rendering import FamilyRendering, Rendering
 from longrein.rollout import Call
 
 Named = Callable[[str], Any]
@@ -117,6 +117,8 @@ def harmless(draw: st.DrawFn, message: Message, text: str | None = None) -> Mess
         echo["tool_call_id"] = draw(st.sampled_from([echo["tool_call_id"], "other_0"]))
     content = echo["content"]
     if isinstance(content, str):
+        if echo["role"] == "assistant":
+            content = draw(st.sampled_from([content, content.strip(), f"{content}\n"]))
         parts = [
             {"type": "text", "text": content[:2], "cache_control": {"type": "ephemeral"}},
             {"type": "text", "text": content[2:]},
@@ -138,6 +140,7 @@ def test_no_sampled_token_is_tokenised_again(name: str, rendering: Named, tokeni
     recorder, engine = recording(found, lambda _: drawn)
     tools = data.draw(TOOLS)
     history: list[tuple[Message, str | None]] = [(message, None) for message in data.draw(openings())]
+    news: list[tuple[Message, str | None]] = []
     tokens: list[int] = []
     calls: list[Call] = []
     for _ in range(data.draw(st.integers(2, 4))):
@@ -146,12 +149,17 @@ def test_no_sampled_token_is_tokenised_again(name: str, rendering: Named, tokeni
         prompt = list(engine.requests[-1].prompt_ids)
         assert prompt[: len(tokens)] == tokens
         assert call.context_ids.tolist() == prompt[len(tokens) :]
+        if calls:
+            reply, before = calls[-1].completion_ids.tolist(), tokens[: len(tokens) - len(calls[-1].completion_ids)]
+            follows = found.extension(calls[-1].reply, [message for message, _ in news], tools)
+            assert prompt[len(tokens) :] == [*found.close(before, reply), *follows]
         assert call.completion_ids.tolist() == drawn
         assert call.parent == (calls[-1].id if calls else None)
         calls.append(call)
         tokens = [*prompt, *drawn]
         text = found.decode(drawn[:-1] if drawn[-1] in found.stop_ids else drawn)
-        history += [(call.reply, text), *((message, None) for message in data.draw(next_messages()))]
+        news = [(message, None) for message in data.draw(next_messages())]
+        history += [(call.reply, text), *news]
     (branch,) = recorder.finish("r").branches()
     assert branch.token_ids.tolist() == tokens
     assert branch.agent_mask.sum() == sum(len(call.completion_ids) for call in calls)
@@ -217,6 +225,45 @@ def test_an_assistant_turn_the_model_never_wrote_is_rendered(rendering: Named) -
         assert found.decode(engine.requests[-1].prompt_ids) == found.decode(found.prompt(messages))
 
 
+def test_a_family_that_ends_a_reply_with_the_next_role_is_spliced_without_writing_it_twice(growing: Any) -> None:
+    found = FamilyRendering(growing, "glm-5")
+    observation = growing.convert_tokens_to_ids("<|observation|>")
+    written = found.encode_reply(assistant("", ("look", {"room": "e"})))[:-1]
+    recorder, engine = recording(found, lambda _: [*written, observation])
+    call = ask(recorder, [user("hi")], [LOOK])
+    child = ask(recorder, [user("hi"), call.reply, result("dark")], [LOOK])
+    assert child.parent == call.id
+    assert list(engine.requests[-1].prompt_ids).count(observation) == 1
+
+
+@pytest.mark.parametrize(
+    ("recorded", "echoed"),
+    [
+        ('{"n": 1.0, "b": [2e3]}', '{"b":[2000],"n":1}'),
+        ('{"n": -0.0}', '{"n":0}'),
+        ('{"n": 12345678901234567890}', '{"n":12345678901234567000}'),
+        ('{"é": "\\u00e9"}', '{"\\u00e9": "é"}'),
+        ("{}", ""),
+        ("{}", None),
+        ('{"n": ' + "7" * 5000 + "}", '{ "n": ' + "7" * 5000 + "}"),
+    ],
+)
+def test_arguments_are_compared_by_what_they_say(recorded: str, echoed: str | None) -> None:
+    def message(arguments: str | None) -> Message:
+        return {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": arguments}}]}
+
+    assert canonical(message(recorded)) == canonical(message(echoed))
+    assert canonical(message(recorded)) != canonical(message('{"n": 2}'))
+
+
+@pytest.mark.parametrize("arguments", ["look around", "[" * 3000, '{"a": "\ud800"}', {"a": {1, 2}}, 5])
+def test_any_arguments_and_contents_can_be_compared(arguments: Any) -> None:
+    call = {"function": {"name": "look", "arguments": arguments}}
+    for content in (None, "", "\ud800", {"a": 1}, 5, [{"type": "image_url", "image_url": {"url": "x"}}]):
+        message = {"role": "assistant", "content": content, "tool_calls": [call, {"type": "custom", "name": "x"}]}
+        assert canonical(message) == canonical(copy.deepcopy(message))
+
+
 def test_a_template_that_keeps_no_prefixes_gives_a_root_a_call(rendering: Named) -> None:
     found = rendering("mistral_nemo")
     recorder, engine = recording(found)
@@ -262,6 +309,7 @@ def test_each_delivered_token_is_trained_once_and_an_undelivered_one_never(rende
     conversations = [[user("hi")], [user("other")]]
     lost: dict[int, list[str]] = defaultdict(list)
     state: dict[str, str] = {}
+    waiting: list[tuple[int, Call]] = []
     for _ in range(data.draw(st.integers(1, 10))):
         which = data.draw(st.integers(0, len(conversations) - 1))
         asked = len(engine.requests)
@@ -271,13 +319,17 @@ def test_each_delivered_token_is_trained_once_and_an_undelivered_one_never(rende
         else:
             assert call.id not in state
             assert len(engine.requests) == asked + 1
-        state[call.id] = data.draw(st.sampled_from(["delivered", "delivered", "lost", "open"]))
-        if state[call.id] == "delivered":
-            recorder.deliver("r", call.id)
-            conversations.append([*conversations[which], call.reply, user("more")])
-        elif state[call.id] == "lost":
-            recorder.lose("r", call.id, conversations[which])
-            lost[which].append(call.id)
+        state[call.id] = "open"
+        waiting.append((which, call))
+        for which, call in data.draw(st.lists(st.sampled_from(waiting), unique_by=lambda pair: pair[1].id)):
+            waiting.remove((which, call))
+            state[call.id] = data.draw(st.sampled_from(["delivered", "lost"]))
+            if state[call.id] == "delivered":
+                recorder.deliver("r", call.id)
+                conversations.append([*conversations[which], call.reply, user("more")])
+            else:
+                recorder.lose("r", call.id, conversations[which])
+                lost[which].append(call.id)
     rollout = recorder.finish("r")
     expected = {
         (call.id, index): (token, logprob)
@@ -405,6 +457,16 @@ def test_a_call_that_failed_or_was_cancelled_draws_the_same_noise_when_asked_aga
         assert (await beside).id != again.id
 
     asyncio.run(scenario())
+
+    def away_once(request: SampleRequest) -> list[int]:
+        if len(engine.requests) == 1:
+            raise ConnectionError("the engine is away")
+        return by_seed(found)(request)
+
+    recorder, engine = recording(found, away_once)
+    with pytest.raises(ConnectionError):
+        ask(recorder, [user("hi")])
+    assert ask(recorder, [user("hi")]).id == undisturbed.id
 
 
 # History as it was sent

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import re
 import unicodedata
 from collections.abc import Callable
 from typing import Any
@@ -383,35 +382,8 @@ def test_a_written_reply_ends_at_its_first_stop(name: str, rendering: Named, dat
 # Every family of the library, over a vocabulary that has whatever special tokens it asks for
 
 
-class GrowingTokenizer:
-    """A tokenizer that takes in each special token a family asks for."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._tokenizer(*args, **kwargs)
-
-    def convert_tokens_to_ids(self, token: str) -> int:
-        self._tokenizer.add_tokens([token], special_tokens=True)
-        return self._tokenizer.convert_tokens_to_ids(token)
-
-    def encode(self, text: str, **kwargs: Any) -> list[int]:
-        if re.fullmatch(r"<?｜[^<>]+｜>?", text):
-            self.convert_tokens_to_ids(text)
-        return self._tokenizer.encode(text, **kwargs)
-
-
-@pytest.fixture(scope="module")
-def growing(tokenizer: Named) -> GrowingTokenizer:
-    return GrowingTokenizer(copy.deepcopy(tokenizer("qwen3")))
-
-
 @pytest.mark.parametrize("family", [name for name in _families() if name != "gpt-oss"])  # it downloads its vocabulary
-def test_every_family_is_spliced_as_its_own_code_would(family: str, growing: GrowingTokenizer) -> None:
+def test_every_family_is_spliced_as_its_own_code_would(family: str, growing: Any) -> None:
     found = FamilyRendering(growing, family)
     prompt = found.prompt([system("be brief"), user("one")], [LOOK])
     turns = [

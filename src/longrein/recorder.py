@@ -432,7 +432,7 @@ def _canonical_arguments(arguments: Any) -> str:
         if isinstance(arguments, str):
             arguments = json.loads(arguments or "{}", parse_int=_number, parse_float=_number)
         else:
-            arguments = json.loads(json.dumps(arguments or {}), parse_int=_number, parse_float=_number)
+            arguments = json.loads(json.dumps(arguments or {}, default=str), parse_int=_number, parse_float=_number)
         return json.dumps(arguments, sort_keys=True, ensure_ascii=False)
     except (ValueError, RecursionError):
         return str(arguments)
