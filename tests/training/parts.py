@@ -66,10 +66,11 @@ def trainer(
     folder: Path, rows: Any, *, of: Any = None, model: Any = None, options: Any = None, **changes: Any
 ) -> GRPOEnvTrainer:
     """A trainer of an agent (`of`) on rows; `options` are further arguments of it, `changes` of its configuration."""
+    words = changes.pop("tokenizer", tokenizer())
     return GRPOEnvTrainer(
         model,
         agent=of or agent(),
-        tokenizer=tokenizer(),
+        tokenizer=words,
         args=config(folder, **changes),
         train_dataset=task_dataset(rows) if isinstance(rows, list) else rows,
         **(options or {}),

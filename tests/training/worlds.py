@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -93,14 +93,25 @@ class Flat(Environment):
             return Step(reward=0.5, done=True)
 
 
+class Vowels(Environment):
+    """The more vowels, the better: something an untrained policy can learn in a few steps."""
+
+    Config = TalkConfig
+
+    class episode_class(AskEpisode):
+        def step(self, reply: Message) -> Step:
+            text = reply.get("content") or ""
+            return Step(reward=sum(letter in "aeiou" for letter in text) / max(1, len(text)), done=True)
+
+
 class Recording:
     """A mock: no model, no agent; it keeps what it was built with and asked for, and returns arrays that say who made them.
 
     The reward of task `n`'s i-th rollout is `n + i / 10`, on its last token; a row has `3 + n` tokens, the last two its agent's.
     """
 
-    built: list[tuple[str, Any, dict[str, Any]]] = []
-    trials: list[tuple[str, dict[str, Any], list[Any], Any, int]] = []
+    built: ClassVar[list[tuple[str, Any, dict[str, Any]]]] = []
+    trials: ClassVar[list[tuple[str, dict[str, Any], list[Any], Any, int]]] = []
 
     def __init__(self, *, tokenizer: Any, env_config: dict[str, Any]) -> None:
         self.config = env_config
@@ -151,7 +162,7 @@ class Spoiled(Recording):
         elif wrong == "agent_first":
             trial["padded_agent_mask"][0][0] = 1
         elif wrong == "agent_on_padding":
-            trial["padded_attn_mask"][0][-1] = 0
+            trial["padded_attn_mask"][2][-1] = 0
         elif wrong == "left_padded":
             trial["padded_attn_mask"][0][0] = 0
         elif wrong == "missing":

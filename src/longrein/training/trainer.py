@@ -114,6 +114,7 @@ class GRPOEnvTrainer(GRPOTrainer):
         tokenizer.padding_side = padding_side
         check_engine(self._sampler.engine, self)
         self._eval_batches = 0
+        self._eval_name = ""
         self._failed_batches = {"train": 0, "eval": 0}
         self._rollout_seconds = 0.0
         self._last: Collected | None = None
@@ -317,10 +318,19 @@ class GRPOEnvTrainer(GRPOTrainer):
         self._metrics["train"]["time/training"].append(time.perf_counter() - started - self._rollout_seconds)
         return loss
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
         self._failed_batches["eval"] = 0
         self._eval_batches = 0  # every evaluation draws the same noise, so two of them differ by the policy alone
-        return super().evaluate(*args, **kwargs)
+        self._eval_name = metric_key_prefix.removeprefix("eval").lstrip("_")
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if not self.model.training and self._eval_name:  # of several evaluation datasets, each has its own metrics
+            for name in list(self._metrics["eval"]):
+                self._metrics["eval"][f"{self._eval_name}_{name}"] = self._metrics["eval"].pop(name)
+        super().log(logs, start_time)
 
     # ---- processes and checkpoints
 

@@ -272,10 +272,16 @@ def _check_padding(one: Played, index: int) -> None:
 
 
 def _check_played(one: Played, index: int) -> None:
-    if not np.isfinite(one.final_reward) or not np.isfinite(one.rows["padded_rewards"]).all():
+    if not math.isfinite(one.final_reward):
         raise LongreinError(
             f"{one.env}.run_trial: rollout {index} has the reward {one.final_reward}; rewards must be numbers (a rollout that "
             "could not be scored is a failed one)"
+        )
+    token_rewards = one.rows["padded_rewards"]
+    if not np.isfinite(token_rewards).all():
+        wrong = token_rewards[~np.isfinite(token_rewards)][0]
+        raise LongreinError(
+            f"{one.env}.run_trial: rollout {index} has a token with the reward {wrong}; rewards must be numbers"
         )
     agent, attended = one.rows["padded_agent_mask"].astype(bool), one.rows["padded_attn_mask"].astype(bool)
     if not agent.any():

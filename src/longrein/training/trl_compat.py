@@ -31,6 +31,7 @@ OVERRIDDEN = (
     "_set_signature_columns_if_needed",
     "compute_loss",
     "evaluate",
+    "log",
     "training_step",
 )
 """Methods of `GRPOTrainer` that `GRPOEnvTrainer` replaces or wraps."""

@@ -1,0 +1,84 @@
+"""What `test_distributed.py` runs on every rank: `accelerate launch launched.py JOB FOLDER`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+torch.set_num_threads(1)
+
+import parts
+from worlds import Raising, Slow, Talk, Uneven, row
+
+from longrein.envs import task_dataset
+from longrein.training import trainer as module
+
+LOSSES = ("dapo", "grpo", "dr_grpo")
+
+
+def rows() -> list[dict[str, Any]]:
+    """Generation batches of three tasks: one whose rollouts fork, one whose group is split over two ranks, one more."""
+    return [row(Uneven) if n % 3 == 0 else row(Talk, word=f"w{n}") for n in range(6)]
+
+
+def settings(processes: int) -> dict[str, Any]:
+    return {
+        "per_device_train_batch_size": 12 // processes,
+        "per_device_eval_batch_size": 4 // processes,
+        "num_generations": 4,
+        "max_steps": 3,
+        "optim": "sgd",
+        "learning_rate": 0.5,
+        "beta": 0.1,
+    }
+
+
+def equal(folder: Path, processes: int) -> dict[str, Any]:
+    """Train with every loss, evaluate, and train on from a checkpoint in the middle of a generation cycle."""
+    result: dict[str, Any] = {}
+    for loss in LOSSES:
+        trainer = parts.trainer(folder / loss, rows(), loss_type=loss, **settings(processes))
+        trainer.train()
+        result[loss] = {
+            "weights": parts.weights(trainer.accelerator.unwrap_model(trainer.model)),
+            "loss": parts.logged(trainer, "loss"),
+            "reward": parts.logged(trainer, "reward"),
+        }
+    held_out = task_dataset([row(Talk, word=f"e{n}") for n in range(4)])
+    evaluated = parts.trainer(folder / "eval", rows(), options={"eval_dataset": held_out}, **settings(processes)).evaluate()
+    result["eval"] = {"reward": evaluated["eval_reward"], "loss": evaluated["eval_loss"]}
+
+    cycle = {**settings(processes), "num_iterations": 2, "save_strategy": "steps", "save_steps": 1}
+    for name, start in (("straight", None), ("resumed", str(folder / "straight" / "checkpoint-1"))):
+        trainer = parts.trainer(folder / name, rows(), **cycle)
+        trainer.train(resume_from_checkpoint=start)
+        result[name] = parts.weights(trainer.accelerator.unwrap_model(trainer.model))
+    return result
+
+
+def raising(folder: Path, processes: int) -> None:
+    parts.trainer(folder, [row(Raising), row(Talk)] * 3, **settings(processes)).train()
+
+
+def slow(folder: Path, processes: int) -> dict[str, Any]:
+    """One trial takes longer than a collective may."""
+    module.HEARTBEAT_SECONDS = 1.0
+    tasks = [row(Slow, {"seconds": 12}, n=n) for n in range(3)]
+    trainer = parts.trainer(folder, tasks, **{**settings(processes), "max_steps": 1, "ddp_timeout": 6})
+    trainer.train()
+    return {"seconds": parts.logged(trainer, "time/rollout")[0], "steps": trainer.state.global_step}
+
+
+if __name__ == "__main__":
+    job, folder = sys.argv[1], Path(sys.argv[2])
+    rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        result = {"equal": equal, "raising": raising, "slow": slow}[job](folder, processes)
+    except Exception as error:
+        (folder / f"error_{rank}.txt").write_text(f"{type(error).__name__}: {error}")
+        raise
+    torch.save(result, folder / f"result_{rank}.pt")

@@ -1,0 +1,66 @@
+"""Two processes on the CPU (gloo, loopback): the same training as one, one error for all, and no collective that times out."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import launched
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+
+
+def launch(job: str, folder: Path, timeout: float) -> subprocess.CompletedProcess[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
+        "--num_cpu_threads_per_process", "1", "--main_process_ip", "127.0.0.1", "--main_process_port", str(port),
+        "--mixed_precision", "no", "--dynamo_backend", "no", str(HERE / "launched.py"), job, str(folder),
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+def test_two_processes_train_as_one(tmp_path):
+    folder = tmp_path / "two"
+    folder.mkdir()
+    done = launch("equal", folder, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    one = launched.equal(tmp_path / "one", 1)
+    ranks = [torch.load(folder / f"result_{rank}.pt") for rank in range(2)]
+    for loss in launched.LOSSES:
+        for rank in ranks:
+            assert rank[loss]["reward"] == pytest.approx(one[loss]["reward"], abs=1e-5)
+            for name, value in one[loss]["weights"].items():
+                torch.testing.assert_close(rank[loss]["weights"][name], value, rtol=1e-5, atol=1e-5)
+        assert ranks[0][loss]["loss"] == pytest.approx(one[loss]["loss"], abs=1e-5)
+    assert ranks[0]["eval"] == pytest.approx(one["eval"], abs=1e-5)
+    for result in (one, *ranks):
+        for name, value in result["straight"].items():
+            assert torch.equal(result["resumed"][name], value), name
+
+
+def test_an_environment_that_raises_ends_every_rank_with_its_error(tmp_path):
+    done = launch("raising", tmp_path, timeout=120)
+    assert done.returncode != 0
+    assert "the game server is gone" in done.stderr
+    assert (tmp_path / "error_0.txt").read_text() == "RuntimeError: the game server is gone"
+    assert (tmp_path / "error_1.txt").read_text() == (
+        "LongreinError: the main process stopped: RuntimeError: the game server is gone"
+    )
+
+
+def test_trials_may_take_longer_than_a_collective(tmp_path):
+    done = launch("slow", tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank in range(2):
+        result = torch.load(tmp_path / f"result_{rank}.pt")
+        assert result["steps"] == 1
+        assert result["seconds"] > 12
