@@ -1,0 +1,72 @@
+"""Between aiohttp and the dialects: keys and evidence out of headers, JSON out of bodies, and writes whose end is known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from longrein.proxy import chat
+from longrein.proxy.dialect import DialectError
+from longrein.proxy.session import Evidence
+
+MAX_BODY = 32 * 1024**2
+
+
+def key_of(http: web.Request) -> str:
+    scheme, _, bearer = http.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return bearer.strip()
+    return http.headers.get("x-api-key") or http.headers.get("api-key") or ""
+
+
+def evidence_of(http: web.Request) -> Evidence:
+    retries = http.headers.get("x-stainless-retry-count", "")
+    return Evidence(
+        idempotency_key=http.headers.get("Idempotency-Key") or None,
+        retries=int(retries) if retries.isascii() and retries.isdigit() and len(retries) < 10 else 0,
+    )
+
+
+async def read_json(http: web.Request) -> Any:
+    try:
+        body = await http.read()
+    except web.HTTPRequestEntityTooLarge:
+        raise DialectError(413, f"The body is larger than {MAX_BODY // 1024**2} MB.", code="request_too_large") from None
+    except Exception as error:  # broken chunks, broken compression, a client that left: aiohttp has a class for each
+        raise DialectError(400, f"The body cannot be read: {error}") from None
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise DialectError(400, f"The body is not JSON: {error}") from None
+
+
+def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json", headers=headers)
+
+
+def error_response(error: DialectError) -> web.Response:
+    # SDKs retry 409 and 5xx on their own; here the answer would be the same.
+    return json_response(chat.error_body(error), error.status, {"x-should-retry": "false"})
+
+
+def sse_event(body: Any) -> bytes:
+    return b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+def write_through(http: web.Request) -> None:
+    """From here on a write ends when the kernel has all of it, so that a client that left is noticed."""
+    if http.transport is not None:
+        http.transport.set_write_buffer_limits(high=0)
+
+
+async def send_whole(http: web.Request, response: web.Response) -> bool:
+    """Write a response; whether all of it went to a live connection."""
+    write_through(http)
+    try:
+        await response.prepare(http)
+        await response.write_eof()
+    except OSError:
+        return False
+    return True
