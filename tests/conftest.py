@@ -55,6 +55,12 @@ def _rendering(folder: Path) -> Rendering:
 
 
 @pytest.fixture(scope="session")
+def folder() -> Callable[[str], Path]:
+    """The cached folder of that name: `folder("tiny")`."""
+    return cached
+
+
+@pytest.fixture(scope="session")
 def tokenizer() -> Callable[[str], Any]:
     """The tokenizer of that name: `tokenizer("qwen3")`."""
     return lambda name: _tokenizer(cached(name))

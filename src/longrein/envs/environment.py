@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Sequence
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar
 
 from longrein.agents import Agent, as_agent
-from longrein.contract import LongreinError, Message, Tool
+from longrein.contract import LongreinError, Message, Sampling, Tool
 from longrein.recorder import ContextLengthError, Recorder, run_sync
 from longrein.rollout import CREDITS, Credit, Rollout, Trial, padded
 
@@ -160,6 +161,7 @@ class Environment(ABC):
 
     async def play(self, tasks: Sequence[dict[str, Any]], agent: Agent, num_rollouts: int) -> list[Rollout]:
         recorder = agent.recorder()
+        trial = uuid.uuid4().hex[:12]
         seen: Counter[str] = Counter()
         episodes = []
         for task in tasks:
@@ -168,34 +170,39 @@ class Environment(ABC):
             seen[key] += 1
             for index in range(num_rollouts):
                 rollout = recorder.open(
-                    f"{len(episodes)}", seed=agent.rollout_seed(task, occurrence, index), task=task, env=type(self).__name__
+                    f"{trial}-{len(episodes)}",
+                    seed=agent.rollout_seed(task, occurrence, index),
+                    task=task,
+                    env=type(self).__name__,
                 )
                 episodes.append(self._play_one(rollout, recorder))
         return await asyncio.gather(*episodes)
 
     async def _play_one(self, rollout: Rollout, recorder: Recorder) -> Rollout:
-        episode: Episode | None = None
         try:
-            episode = self.episode(rollout.task)
-            await self._run_episode(episode, rollout, recorder)
+            await self._run(rollout, recorder)
         except Exception as error:
             rollout.failed = f"{type(error).__name__}: {error}"
             rollout.reward, rollout.success = None, None
             logger.warning("%s: a rollout failed: %s", type(self).__name__, rollout.failed, exc_info=True)
         finally:
             recorder.finish(rollout.id)
-            if episode is not None:
-                await _settled(episode.close())
         return rollout
+
+    async def _run(self, rollout: Rollout, recorder: Recorder) -> None:
+        """Play one rollout to its end and score it; whatever is raised here makes it a failed one."""
+        episode = self.episode(rollout.task)
+        try:
+            await self._run_episode(episode, rollout, recorder)
+        finally:
+            await _settled(episode.close())
 
     async def _run_episode(self, episode: Episode, rollout: Rollout, recorder: Recorder) -> None:
         config, started = self.config, time.monotonic()
         messages = list(await _settled(episode.start()))
         rewards: list[float] = []
         success: bool | None = None
-        sampling = replace(
-            recorder.sampling, max_tokens=min(config.max_reply_tokens, recorder.sampling.max_tokens or math.inf)
-        )
+        sampling = self._sampling(recorder)
         while rollout.limit is None:
             if len(rollout.calls) >= config.max_turns:
                 rollout.limit = "turns"
@@ -226,6 +233,11 @@ class Environment(ABC):
             rewards.append(float(episode.limit_reached(rollout.limit)))
         rollout.reward = math.fsum(rewards)
         rollout.success = success if success is not None else rollout.reward >= 1.0
+
+    def _sampling(self, recorder: Recorder) -> Sampling:
+        """The agent's sampling within this environment's limit on a reply."""
+        longest = recorder.sampling.max_tokens or self.config.max_reply_tokens
+        return replace(recorder.sampling, max_tokens=min(self.config.max_reply_tokens, longest))
 
     def _pad_id(self) -> int:
         if (pad := self.tokenizer.pad_token_id) is None:

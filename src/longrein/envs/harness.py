@@ -1,0 +1,104 @@
+"""A harness as an environment: an agent program that owns its loop, its model calls answered by the policy in training.
+
+Always true: a rollout here is what any environment's is, the same record, rows and limits; a program that rewrote its history
+gives its branches as rows of one rollout. Reward comes from the verifier, which runs after the program is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from longrein.contract import LongreinError
+from longrein.envs.environment import EnvConfig, EnvConfigError, Environment, Episode
+from longrein.harnesses.process import ProcessSessionFactory
+from longrein.proxy import CallLimits, InterceptionServer
+from longrein.recorder import Recorder
+from longrein.rollout import Rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarnessConfig(EnvConfig):
+    command: Sequence[str]
+    """The program and its arguments; `{name}` is a field of the task, or `base_url`, `key`, `model`, `home`, `workdir`, `python`."""
+    verify: str | Sequence[str]
+    """The dotted path of a function `(task, outcome) -> reward`, or a command."""
+    env: Mapping[str, str | None] = field(default_factory=dict)
+    """More variables for the program, with the same placeholders."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Config files to write for it, by path: `~/...` in its home, others in its working folder."""
+    max_seconds: float | None = 300.0
+    concurrency: int = 8
+    """Programs at a time."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.command, str) or not self.command:
+            raise EnvConfigError(f"command is {self.command!r}; it must be a list of strings, one for each argument")
+        if not isinstance(self.concurrency, int) or self.concurrency < 1:
+            raise EnvConfigError(f"concurrency is {self.concurrency!r}; it must be a whole number of 1 or more")
+
+
+class HarnessEnv(Environment):
+    """Plays each rollout by running a program through the proxy.
+
+    >>> HarnessEnv(tokenizer=tokenizer, env_config={                                             # doctest: +SKIP
+    ...     "command": ["{python}", "-m", "longrein.harnesses.react", "--rooms", "{rooms}"],
+    ...     "verify": "longrein.harnesses.react.verify_hunt"})
+    """
+
+    Config = HarnessConfig
+    config: HarnessConfig
+
+    def __init__(self, *, tokenizer: Any, env_config: dict[str, Any] | None = None) -> None:
+        super().__init__(tokenizer=tokenizer, env_config=env_config)
+        self._lock = threading.Lock()
+        self._server: InterceptionServer | None = None
+
+    @property
+    def server(self) -> InterceptionServer:
+        """The proxy of all this environment's rollouts, started when it is first needed."""
+        with self._lock:
+            if self._server is None:
+                self._server = InterceptionServer().start()
+                weakref.finalize(self, self._server.stop)
+            return self._server
+
+    def episode(self, task_data: dict[str, Any]) -> Episode:
+        raise LongreinError("a harness plays its own loop; it has no Episode")
+
+    async def play(self, tasks: Sequence[dict[str, Any]], agent: Any, num_rollouts: int) -> list[Rollout]:
+        self._turns = asyncio.Semaphore(self.config.concurrency)
+        return await super().play(tasks, agent, num_rollouts)
+
+    async def _run(self, rollout: Rollout, recorder: Recorder) -> None:
+        config = self.config
+        factory = ProcessSessionFactory(
+            config.command,
+            server=self.server,
+            verify=config.verify,
+            env=config.env,
+            files=config.files,
+            limits=CallLimits(max_calls=config.max_turns),
+            timeout=config.max_seconds,
+            recorder=recorder,
+            sampling=self._sampling(recorder),
+            max_length=config.max_tokens,
+        )
+        async with self._turns:
+            session = await asyncio.to_thread(factory.create, task=rollout.task, rollout_id=rollout.id)
+            async with session:
+                outcome = await session.wait_async()
+                verdict = await session.run_async()
+        if not rollout.calls:
+            raise LongreinError(
+                f"the program made no model call and ended with exit code {outcome.exit_code}: {outcome.stderr[-500:]}"
+            )
+        rollout.limit = {"calls": "turns"}.get(outcome.limit or "", outcome.limit)
+        rollout.info |= {"exit_code": outcome.exit_code, **verdict.info}
+        rollout.reward = float(verdict.env_reward)
+        rollout.success = bool(verdict.info.get("success", rollout.reward >= 1.0))

@@ -1,0 +1,74 @@
+"""`longrein train` as a person runs it: a run folder, a table, and one sentence for a mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def longrein(*arguments: str, cwd: Path, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", "from longrein.cli import main; main()", *arguments]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.fixture(scope="module")
+def run(folder: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """A short training run of the small policy."""
+    project = tmp_path_factory.mktemp("project")
+    flags = ["--steps", "2", "--tasks-per-step", "2", "--num-generations", "4", "--heldout", "8", "--micro-batch", "8"]
+    return longrein("train", "--model", str(folder("tiny")), *flags, cwd=project), project
+
+
+def test_a_run_ends_in_a_table_and_the_same_figures_on_disk(run: Any) -> None:
+    result, project = run
+    assert result.returncode == 0, result.stderr
+    assert "before" in result.stdout
+    assert "after" in result.stdout
+    summary = json.loads((project / "runs/latest/summary.json").read_text())
+    assert summary["steps"] == 2
+    assert summary["seed"] == 0
+    assert 0 <= summary["heldout_success_before"] <= 1
+    assert summary["seconds"] > 0
+    assert f"{summary['heldout_success_after']:.1%}" in result.stdout
+
+
+def test_a_run_shows_each_step_and_writes_its_metrics(run: Any) -> None:
+    result, project = run
+    assert "step 2" in result.stdout
+    assert "tokens/s" in result.stdout
+    lines = [json.loads(line) for line in (project / "runs/latest/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert {"reward", "success", "loss", "turns/mean", "failed", "branches", "time/rollout"} <= set(lines[0])
+
+
+def test_the_trained_model_loads(run: Any) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = run[1] / "runs/latest/model"
+    assert AutoModelForCausalLM.from_pretrained(model).num_parameters() > 1_000_000
+    assert AutoTokenizer.from_pretrained(model).chat_template
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--env", "longrein.envs.Nowhere"], "the module 'longrein.envs' has no 'Nowhere'"),
+        (["--env-config", "{"], "--env-config is not JSON"),
+        (["--env-config", '{"max_turn": 1}'], "has no setting 'max_turn'. Did you mean 'max_turns'?"),
+        (["--tasks", "nowhere.jsonl"], "there is no file 'nowhere.jsonl'"),
+        (["--micro-batch", "5", "--tasks-per-step", "2"], "which 5 (micro_batch) does not divide"),
+        (["--advantages", "best"], "advantages is 'best'; it must be one of"),
+    ],
+)
+def test_a_mistake_is_told_in_one_sentence(arguments: list[str], message: str, folder: Any, tmp_path: Path) -> None:
+    result = longrein("train", "--model", str(folder("tiny")), "--heldout", "2", *arguments, cwd=tmp_path)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
