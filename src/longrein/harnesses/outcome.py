@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from longrein.contract import LongreinError, Message, Verdict
 from longrein.harnesses.program import Program
@@ -129,9 +129,9 @@ def _as_verdict(value: Any) -> Verdict:
 def _imported(path: str) -> Verify:
     module, _, name = path.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), name)
+        found: Any = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise HarnessError(f"verify is {path!r}, which cannot be imported: {error}") from error
     if not callable(found):
         raise HarnessError(f"verify is {path!r}, which is no callable")
-    return found
+    return cast(Verify, found)

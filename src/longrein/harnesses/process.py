@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,6 +22,9 @@ from longrein.harnesses.outcome import HarnessError, Outcome, Verify, as_verify
 from longrein.harnesses.program import Program
 from longrein.harnesses.templates import fill
 from longrein.proxy import CallLimits, InterceptionServer
+from longrein.recorder import Recorder
+from longrein.rendering import Rendering
+from longrein.rollout import Rollout
 
 PASSED = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TERM", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
 """The variables of our environment that a program gets. No key, no token, no address of ours is among them."""
@@ -52,7 +55,8 @@ class ProcessSession:
         server: InterceptionServer,
         program: Program,
         folder: tempfile.TemporaryDirectory[str],
-        judge: Any,
+        judge: Callable[[Any, Outcome], Verdict],
+        rollout: Rollout | None,
     ) -> None:
         self.task = task
         self.rollout_id = rollout_id
@@ -61,10 +65,11 @@ class ProcessSession:
         self._program = program
         self._folder = folder
         self._judge = judge
+        self._rollout = rollout
+        self._pulled: list[Message] = []
         self._verdict: Verdict | None = None
         self._verifying, self._closing = threading.Lock(), threading.Lock()
         self._closed = False
-        program.ended.add_done_callback(lambda _: server.end(rollout_id))
 
     def next_request(self) -> Intercept | None:
         """The program's next model call; None once it has ended, or may call no more."""
@@ -73,6 +78,9 @@ class ProcessSession:
     def deliver(self, intercept: Intercept, completion_text: str | Message) -> None:
         """Answer a call with the model's text, or with an assistant message."""
         self._server.deliver(self.rollout_id, intercept, completion_text)
+        text = isinstance(completion_text, str)
+        reply: Message = {"role": "assistant", "content": completion_text} if text else dict(completion_text)
+        self._pulled = [*intercept["messages"], reply]
 
     def wait(self) -> Outcome:
         """Until the program has ended; what it left."""
@@ -127,7 +135,17 @@ class ProcessSession:
             exit_code=program.ended.result(),
             workdir=self.workdir,
             limit="time" if program.timed_out else traffic.limit,
-            messages=traffic.messages,
+            messages=self._messages(),
+        )
+
+    def _messages(self) -> list[Message]:
+        if self._rollout is None:
+            return self._pulled
+        calls = [call for call in self._rollout.calls.values() if call.excluded is None]
+        return (
+            [message for call in self._rollout.path(calls[-1].id) for message in (*call.messages, call.reply)]
+            if calls
+            else []
         )
 
     def close(self) -> None:
@@ -188,10 +206,10 @@ class ProcessSessionFactory:
         limits: CallLimits | None = None,
         timeout: float | None = 600.0,
         verify_timeout: float | None = 600.0,
-        recorder: Any = None,
+        recorder: Recorder | None = None,
         sampling: Sampling | None = None,
         max_length: int | None = None,
-        rendering: Any = None,
+        rendering: Rendering | None = None,
     ) -> None:
         """`env` is added to `ENV` (None takes a name out of it); `files` are by path, `~/...` in the home and others in the
         working folder. With a `recorder` its rollout must be open before `create`, and calls are answered at once."""
@@ -224,7 +242,13 @@ class ProcessSessionFactory:
             folder.cleanup()
             raise
         return ProcessSession(
-            task=task, rollout_id=rollout_id, server=self.server, program=program, folder=folder, judge=self._judge
+            task=task,
+            rollout_id=rollout_id,
+            server=self.server,
+            program=program,
+            folder=folder,
+            judge=self._judge,
+            rollout=None if self.recorder is None else self.recorder.rollout(rollout_id),
         )
 
     def _start(self, task: Any, rollout_id: str, key: str, root: Path) -> Program:
@@ -252,7 +276,7 @@ class ProcessSessionFactory:
                 env[name] = fill(template, task, values, f"env[{name!r}]")
         if shutil.which(command[0], path=env.get("PATH")) is None and not (workdir / command[0]).exists():
             raise HarnessError(f"there is no command {command[0]!r} to run; give its path, or put it on PATH")
-        return Program(command, env=env, cwd=workdir, timeout=self.timeout)
+        return Program(command, env=env, cwd=workdir, timeout=self.timeout, on_end=lambda: self.server.end(rollout_id))
 
 
 def _place(path: str, home: Path, workdir: Path) -> Path:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import IO
@@ -71,14 +71,22 @@ class Program:
     """
 
     def __init__(
-        self, command: Sequence[str], *, env: Mapping[str, str], cwd: str | Path, timeout: float | None = None
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: str | Path,
+        timeout: float | None = None,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_end` is called, on a thread of ours, when everything is over and before anyone is told so."""
         self.stdout, self.stderr = Clipped(), Clipped()
         self.timed_out = False
         self.ended: Future[int] = Future()
         """Done when everything is over, with the exit code: 128 + the signal where one ended the command."""
         self.ended.set_running_or_notify_cancel()  # who waits for it and gives up does not cancel it for others
         self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._on_end = on_end
         self._mark = secrets.token_hex(16)
         self._stopping = threading.Lock()
         self._process = subprocess.Popen(
@@ -115,6 +123,10 @@ class Program:
             for stream in (self._process.stdout, self._process.stderr):
                 if stream is not None:
                     stream.close()
+            try:
+                self._on_end()
+            except Exception:
+                logger.exception("what was to be done at the end of a program failed")
             self.ended.set_result(code)
 
     def _read_to_the_end(self) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 from longrein.contract import LongreinError
 
-_PLACEHOLDER = re.compile(r"(?<![${])\{([A-Za-z_][A-Za-z0-9_]*)\}(?!\})")
+_NAME = r"\{([A-Za-z_][A-Za-z0-9_]*)\}"
+_PLACEHOLDER = re.compile(rf"\{{{_NAME}\}}|\${_NAME}|{_NAME}")
 
 
 def fill(template: str, task: Any, values: Mapping[str, str], where: str, *, strict: bool = True) -> str:
@@ -27,7 +28,9 @@ def fill(template: str, task: Any, values: Mapping[str, str], where: str, *, str
     fields = task if isinstance(task, Mapping) else {}
 
     def value(match: re.Match[str]) -> str:
-        name = match[1]
+        name = match[3]
+        if name is None:
+            return match[0]
         if name in values:
             return values[name]
         if name in fields:
