@@ -127,8 +127,7 @@ class Session:
         self.max_length = max_length
         self.traffic = Traffic()
         self.sealed = False
-        self._over: DialectError | None = None
-        """Why there are no more calls."""
+        self.ended = False
         self._loop = loop
         self._exchanges: dict[bytes, list[Exchange]] = {}
         self._by_call: dict[str, Exchange] = {}
@@ -148,8 +147,8 @@ class Session:
 
     def exchange(self, request: ModelRequest, evidence: Evidence, is_open: Callable[[], bool]) -> Exchange:
         """The call this request is about: an earlier one it repeats, or a new one."""
-        if self._over is not None:
-            raise self._over
+        if self.ended:
+            raise _over()
         digest = _digest(request)
         exchange = self._repeated(digest, evidence)
         if exchange is None:
@@ -177,9 +176,10 @@ class Session:
 
     def _repeated(self, digest: bytes, evidence: Evidence) -> Exchange | None:
         alike = [exchange for exchange in self._exchanges.get(digest, ()) if not exchange.failed]
-        for exchange in alike:
-            if evidence.idempotency_key is not None and exchange.idempotency_key == evidence.idempotency_key:
-                return exchange
+        if (key := evidence.idempotency_key) is not None:
+            if same := [exchange for exchange in alike if exchange.idempotency_key == key]:
+                return same[0]
+            alike = [exchange for exchange in alike if exchange.idempotency_key is None]
         for exchange in alike:
             if exchange.abandoned:
                 return exchange
@@ -240,7 +240,7 @@ class Session:
                 stop=request.stop,
             )
         except Exception as error:
-            _settle(exchange.answer, self._over or self._told(error))
+            _settle(exchange.answer, _over() if self.ended else self._told(error))
             return
         assert self.rollout is not None
         exchange.call_id = call.id
@@ -282,23 +282,21 @@ class Session:
         if self.recorder is not None:
             raise LongreinError(f"rollout {self.rollout_id!r} is answered by its recorder; it has no requests to pull")
         with self._pulled:
-            self._pulled.wait_for(lambda: self._waiting or self._over is not None or self.traffic.limit is not None)
-            return self._waiting.popleft() if self._waiting and self._over is None else None
+            self._pulled.wait_for(lambda: self._waiting or self.ended or self.traffic.limit is not None)
+            return self._waiting.popleft() if self._waiting else None
 
     def deliver(self, intercept: Intercept, completion: str | Message) -> None:
         exchange, request = self._find(intercept)
-        message = self._read(completion, request)
+        prompt_ids, tokens = self._prompt(request), 0
+        message = self._read(completion, request, prompt_ids)
         for index, call in enumerate(message.get("tool_calls", ())):
             call.setdefault("id", f"call_{exchange.turn}_{index}")
-        prompt = tokens = 0
         if self.rendering is not None:
             tokens = len(self.rendering.encode_reply(completion if isinstance(completion, str) else message))
-            with contextlib.suppress(ConversationError):  # whoever sampled the completion could read it otherwise
-                prompt = len(self.rendering.prompt(request.messages, request.tools))
         finish_reason = "tool_calls" if message.get("tool_calls") else "stop"
         self._find(intercept, take=True)
         self.traffic.tokens += tokens
-        answer = Answer(f"turn{exchange.turn}", message, finish_reason, prompt, tokens)
+        answer = Answer(f"turn{exchange.turn}", message, finish_reason, len(prompt_ids), tokens)
         self._loop.call_soon_threadsafe(_settle, exchange.answer, answer)
 
     def refuse(self, intercept: Intercept, error: Exception) -> None:
@@ -317,12 +315,17 @@ class Session:
             )
         return found
 
-    def _read(self, completion: str | Message, request: ModelRequest) -> Message:
+    def _prompt(self, request: ModelRequest) -> list[int]:
+        with contextlib.suppress(ConversationError):  # whoever sampled the reply could read it otherwise
+            return self.rendering.prompt(request.messages, request.tools) if self.rendering else []
+        return []
+
+    def _read(self, completion: str | Message, request: ModelRequest, prompt_ids: list[int]) -> Message:
         if isinstance(completion, str):
             text = cut(completion, request.stop)
             if self.rendering is None:
                 return parse_text(text)
-            return self.rendering.parse(self.rendering.encode_reply(text), (), request.tools)
+            return self.rendering.parse(self.rendering.encode_reply(text), prompt_ids, request.tools)
         return chat.parse({"messages": [{**completion, "role": "assistant"}]}).messages[0]
 
     # The end, from any thread
@@ -330,8 +333,7 @@ class Session:
     def end(self) -> None:
         """Take no more calls, and wait until those that are being answered have been."""
         with self._pulled:
-            if self._over is None:
-                self._over = DialectError(409, "The rollout has ended; no call is answered any more.", code="rollout_ended")
+            self.ended = True
             self._waiting.clear()
             self._unanswered.clear()
             self._pulled.notify_all()
@@ -341,8 +343,7 @@ class Session:
         for exchange in (e for alike in self._exchanges.values() for e in alike):
             if exchange.sampling is not None:
                 exchange.sampling.cancel()
-            if self._over is not None:
-                _settle(exchange.answer, self._over)
+            _settle(exchange.answer, _over())
         # The last reply may have reached the program, and the program may have ended, before we were told that it was sent.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._quiet.wait(), GRACE_SECONDS)
@@ -374,6 +375,10 @@ def mark_auxiliary(rollout: Rollout) -> list[str]:
 
 def _system(messages: tuple[Message, ...]) -> list[str]:
     return [canonical({**m, "role": "system"}) for m in messages if m.get("role") in ("system", "developer")]
+
+
+def _over() -> DialectError:
+    return DialectError(409, "The rollout has ended; no call is answered any more.", code="rollout_ended")
 
 
 def _digest(request: ModelRequest) -> bytes:
