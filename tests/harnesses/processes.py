@@ -77,3 +77,13 @@ while time.monotonic() < end:
         pass
 """
 """Doubles to about twice `count` processes, some in sessions of their own, each of which goes on forking for half a minute."""
+
+RABBIT = """
+import os, time
+end = time.monotonic() + 15
+while time.monotonic() < end:
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+"""
+"""Never more than one process or two, and never the same for long: each forks the next, in a session of its own, and ends."""

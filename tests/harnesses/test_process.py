@@ -299,6 +299,42 @@ def test_close_works_in_any_state_and_more_than_once(python: Any) -> None:
         assert again.run().env_reward == 1.0
 
 
+def test_close_ends_a_verifier_too(python: Any) -> None:
+    mark = marker()
+    session = python("pass", verify=["sh", "-c", "sleep 100; true", mark]).create(task=None, rollout_id="verifier")
+    trouble: list[BaseException] = []
+
+    def verify() -> None:
+        try:
+            session.verify()
+        except HarnessError as error:
+            trouble.append(error)
+
+    verifying = threading.Thread(target=verify)
+    verifying.start()
+    assert until(lambda: len(alive(mark)) == 2)
+    session.close()
+    verifying.join(timeout=10)
+    assert alive(mark) == []
+    assert "broke with 137" in str(trouble[0])
+
+
+def test_a_cancelled_create_leaves_nothing(python: Any) -> None:
+    mark = marker()
+    factory = python("import time; time.sleep(100)", mark)
+
+    async def cancelled() -> None:
+        making = asyncio.create_task(factory.create_async(task=None, rollout_id="cancelled"))
+        await asyncio.sleep(0)
+        making.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await making
+
+    asyncio.run(cancelled())
+    assert alive(mark) == []
+    factory.create(task=None, rollout_id="cancelled").close()  # the name is free again
+
+
 def test_killing_us_leaves_no_process_behind() -> None:
     mark = marker()
     holder = (
@@ -325,7 +361,7 @@ def test_the_async_way_waits_without_a_thread_of_its_own(python: Any) -> None:
     factory = python("import time; time.sleep(0.3); print('done')")
 
     async def one(number: int) -> tuple[str, float]:
-        async with factory.create(task=None, rollout_id=f"async-{number}") as session:
+        async with await factory.create_async(task=None, rollout_id=f"async-{number}") as session:
             outcome = await session.wait_async()
             return outcome.last_line(), (await session.run_async()).env_reward
 

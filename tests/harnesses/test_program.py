@@ -81,6 +81,14 @@ def test_a_program_that_kills_its_supervisor_gets_no_further(tmp_path: Path) -> 
     assert alive(mark) == []
 
 
+def test_a_program_that_stops_its_supervisor_ends_at_once_too(tmp_path: Path) -> None:
+    mark, began = marker(), time.monotonic()
+    program = Program(["sh", "-c", "kill -STOP $PPID; sleep 100; true", mark], env=ENV, cwd=tmp_path, timeout=0.5)
+    assert program.ended.result(timeout=20) == 137
+    assert time.monotonic() - began < 5
+    assert alive(mark) == []
+
+
 def test_many_file_numbers_are_no_trouble(tmp_path: Path) -> None:
     import resource
 

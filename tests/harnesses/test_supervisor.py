@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from processes import BOMB, DAEMON, alive, marker, until
+from processes import BOMB, DAEMON, RABBIT, alive, marker, until
 
 from longrein.harnesses import supervisor
 
@@ -92,6 +92,16 @@ def test_a_fork_bomb_is_ended_while_it_goes_on() -> None:
     assert alive(mark) == []
 
 
+def test_a_process_that_hops_from_session_to_session_is_caught() -> None:
+    mark = marker()
+    process = start("sh", "-c", '"$@"; sleep 100', "sh", sys.executable, "-S", "-c", RABBIT, mark)
+    assert until(lambda: len(alive(mark)) >= 2)
+    time.sleep(0.3)
+    stop(process)
+    time.sleep(0.1)
+    assert alive(mark) == []
+
+
 def test_the_commands_session_is_its_own() -> None:
     process = start("sh", "-c", "cut -d' ' -f1,5,6 /proc/$$/stat")
     pid, group, session = line(process).split()
@@ -150,4 +160,4 @@ def test_it_starts_in_a_moment() -> None:
         began = time.monotonic()
         start("true").wait(timeout=10)
         times.append(time.monotonic() - began)
-    assert min(times) < 0.1
+    assert min(times) < 0.2

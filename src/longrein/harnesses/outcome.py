@@ -49,16 +49,17 @@ class Outcome:
 Verify = Callable[[Any, Outcome], float | Verdict]
 """Of a task and what the program left."""
 
+Judge = Callable[[Any, Outcome, Callable[[Program], None]], Verdict]
+"""The same, whatever it was given as. A judge that is a program shows it to the third argument, for others to end."""
 
-def as_verify(
-    verify: Verify | str | Sequence[str], *, env: Mapping[str, str], timeout: float | None
-) -> Callable[[Any, Outcome], Verdict]:
+
+def as_judge(verify: Verify | str | Sequence[str], *, env: Mapping[str, str], timeout: float | None) -> Judge:
     """A callable, the dotted path of one, or a command, as one way to get a verdict."""
     if isinstance(verify, str):
         verify = _imported(verify)
     if callable(verify):
         function = verify
-        return lambda task, outcome: _as_verdict(function(task, outcome))
+        return lambda task, outcome, _: _as_verdict(function(task, outcome))
     command = list(verify)
     if not command or not all(isinstance(part, str) for part in command):
         raise HarnessError(
@@ -66,11 +67,16 @@ def as_verify(
         )
     if shutil.which(command[0], path=env.get("PATH")) is None and "{" not in command[0]:
         raise HarnessError(f"verify names the command {command[0]!r}, which is not there")
-    return lambda task, outcome: _verdict_of_command(command, task, outcome, env, timeout)
+    return lambda task, outcome, started: _verdict_of_command(command, task, outcome, env, timeout, started)
 
 
 def _verdict_of_command(
-    command: Sequence[str], task: Any, outcome: Outcome, env: Mapping[str, str], timeout: float | None
+    command: Sequence[str],
+    task: Any,
+    outcome: Outcome,
+    env: Mapping[str, str],
+    timeout: float | None,
+    started: Callable[[Program], None],
 ) -> Verdict:
     """Exit code 0 is 1.0, or the number on the last line printed; any other exit code is 0.0.
 
@@ -97,6 +103,7 @@ def _verdict_of_command(
         variables = {**env, "HOME": folder, "TMPDIR": folder, "LONGREIN_OUTCOME": str(report)}
         program = Program(filled, env=variables, cwd=folder, timeout=timeout)
         try:
+            started(program)
             code = program.ended.result()
         finally:
             program.stop()

@@ -8,17 +8,18 @@ verified like any other; where our side broke, `verify` raises, and the rollout 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from longrein.contract import Intercept, Message, Sampling, Verdict
-from longrein.harnesses.outcome import HarnessError, Outcome, Verify, as_verify
+from longrein.harnesses.outcome import HarnessError, Judge, Outcome, Verify, as_judge
 from longrein.harnesses.program import Program
 from longrein.harnesses.templates import fill
 from longrein.proxy import CallLimits, InterceptionServer
@@ -55,7 +56,7 @@ class ProcessSession:
         server: InterceptionServer,
         program: Program,
         folder: tempfile.TemporaryDirectory[str],
-        judge: Callable[[Any, Outcome], Verdict],
+        judge: Judge,
         rollout: Rollout | None,
     ) -> None:
         self.task = task
@@ -68,6 +69,7 @@ class ProcessSession:
         self._rollout = rollout
         self._pulled: list[Message] = []
         self._verdict: Verdict | None = None
+        self._verifier: Program | None = None
         self._verifying, self._closing = threading.Lock(), threading.Lock()
         self._closed = False
 
@@ -120,10 +122,15 @@ class ProcessSession:
         if (failure := self._server.traffic(self.rollout_id).failure) is not None:
             raise HarnessError(f"rollout {self.rollout_id!r} has no verdict: {failure}")
         try:
-            return self._judge(self.task, outcome)
+            return self._judge(self.task, outcome, self._verifier_started)
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
             raise HarnessError(f"the verifier of rollout {self.rollout_id!r} failed: {cause}") from error
+
+    def _verifier_started(self, program: Program) -> None:
+        self._verifier = program
+        if self._closed:
+            program.stop()
 
     def _outcome(self) -> Outcome:
         if self._closed:
@@ -154,13 +161,12 @@ class ProcessSession:
             if self._closed:
                 return
             self._closed = True
-            try:
-                self._program.stop()
-            finally:
-                try:
-                    self._server.close(self.rollout_id)
-                finally:
-                    self._folder.cleanup()
+            with contextlib.ExitStack() as last_first:
+                last_first.callback(self._folder.cleanup)
+                last_first.callback(self._server.close, self.rollout_id)
+                last_first.callback(self._program.stop)
+                if self._verifier is not None:
+                    last_first.callback(self._verifier.stop)
 
     def __enter__(self) -> Self:
         return self
@@ -213,6 +219,10 @@ class ProcessSessionFactory:
     ) -> None:
         """`env` is added to `ENV` (None takes a name out of it); `files` are by path, `~/...` in the home and others in the
         working folder. With a `recorder` its rollout must be open before `create`, and calls are answered at once."""
+        if not sys.platform.startswith("linux"):
+            raise HarnessError(
+                f"programs run as processes on Linux only (this is {sys.platform}): their end is made sure there"
+            )
         if isinstance(command, str) or not command or not all(isinstance(part, str) for part in command):
             raise HarnessError(f"command is {command!r}; it must be a list of strings, one for each argument")
         for name, seconds in (("timeout", timeout), ("verify_timeout", verify_timeout)):
@@ -228,7 +238,7 @@ class ProcessSessionFactory:
         self.limits = limits or CallLimits()
         self.timeout = timeout
         self._passed = {name: os.environ[name] for name in passed if name in os.environ}
-        self._judge = as_verify(verify, env=self._passed, timeout=verify_timeout)
+        self._judge = as_judge(verify, env=self._passed, timeout=verify_timeout)
         self._calls = {"sampling": sampling, "max_length": max_length, "rendering": rendering}
 
     def create(self, *, task: Any, rollout_id: str) -> ProcessSession:
@@ -250,6 +260,16 @@ class ProcessSessionFactory:
             judge=self._judge,
             rollout=None if self.recorder is None else self.recorder.rollout(rollout_id),
         )
+
+    async def create_async(self, *, task: Any, rollout_id: str) -> ProcessSession:
+        """`create` without blocking the loop; who is cancelled meanwhile leaves no program behind."""
+        making = asyncio.ensure_future(asyncio.to_thread(self.create, task=task, rollout_id=rollout_id))
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            with contextlib.suppress(Exception):  # it may have failed to start as well
+                await asyncio.to_thread((await making).close)
+            raise
 
     def _start(self, task: Any, rollout_id: str, key: str, root: Path) -> Program:
         home, workdir, scratch = root / "home", root / "work", root / "tmp"

@@ -111,6 +111,7 @@ class Program:
             control = self._process.stdin
             if control is not None and not control.closed:
                 control.close()
+                self._process.send_signal(signal.SIGCONT)  # its own command may have stopped it
 
     def _watch(self) -> None:
         try:
@@ -158,7 +159,7 @@ class Program:
             if asked_at is None and process.stdin is not None and process.stdin.closed:
                 asked_at = now
             if asked_at is not None and now > asked_at + supervisor.KILL_SECONDS + 5:
-                return  # the supervisor itself does not answer
+                process.kill()  # the supervisor itself does not answer
 
     def _patience(self) -> float:
         if self._deadline is None or self.timed_out:
@@ -167,12 +168,11 @@ class Program:
 
     def _collect(self) -> int:
         """The supervisor's status; where it did not end by itself, what it left is found by its mark and killed."""
-        process = self._process
         try:
-            code = process.wait(timeout=supervisor.KILL_SECONDS + 5)
+            code = self._process.wait(timeout=supervisor.KILL_SECONDS + 5)
         except subprocess.TimeoutExpired:
-            process.kill()  # works on one that its own command stopped, too
-            code = process.wait()
+            self._process.kill()
+            code = self._process.wait()
         if code < 0 or code == supervisor.STUCK:
             logger.warning("the supervisor of a program ended with %s; looking for what it left", code)
             _kill_marked(self._mark)
