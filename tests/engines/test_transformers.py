@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from longrein.contract import LongreinError, Sampled, SampleRequest, Sampling
 from longrein.engines import transformers as engines
@@ -118,10 +119,19 @@ def test_truncation_is_what_its_definitions_say(logits: list[float], top_k: int,
         assert finite[token] == pytest.approx(np.log(mass), abs=1e-4)
 
 
+def absolute_model() -> Any:
+    """A model whose positions are absolute: padding that shifted them would show."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.3)
+        return GPT2LMHeadModel(config).eval()
+
+
+@pytest.mark.parametrize("positions", ["rotary", "absolute"])
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_reply_is_the_same_alone_and_in_any_batch(random_model: Model, data: st.DataObject) -> None:
-    engine = TransformersEngine(random_model(VOCABULARY))
+def test_a_reply_is_the_same_alone_and_in_any_batch(positions: str, random_model: Model, data: st.DataObject) -> None:
+    engine = TransformersEngine(random_model(VOCABULARY) if positions == "rotary" else absolute_model())
     one = st.builds(
         request,
         prompt=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=40),
@@ -277,7 +287,7 @@ def test_closing_refuses_who_waits_and_who_comes_later(engine: TransformersEngin
     async def scenario() -> None:
         running = asyncio.create_task(engine.sample(request(seed=1)))
         await asyncio.to_thread(held.entered.wait)
-        waiting, cancelled = (asyncio.create_task(engine.sample(request(seed=2))) for _ in range(2))
+        cancelled, waiting = (asyncio.create_task(engine.sample(request(seed=2))) for _ in range(2))
         await asyncio.sleep(0.01)
         cancelled.cancel()
         closing = asyncio.create_task(asyncio.to_thread(engine.close))
