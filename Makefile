@@ -13,7 +13,7 @@ SMOLLM2 := .cache/smollm2/model.safetensors
 
 SEED ?= 0
 MODEL ?= tiny
-TRAIN_FLAGS_tiny = --model .cache/tiny
+TRAIN_FLAGS_tiny = --model .cache/tiny --program-share 0.125
 TRAIN_FLAGS_smollm2 = --model .cache/smollm2 --smoke
 
 .PHONY: help train test check format clean

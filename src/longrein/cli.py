@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -62,6 +62,9 @@ def train(
     temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature.")] = 1.0,
     lora_rank: Annotated[int, typer.Option(min=0, help="Train a LoRA adapter of this rank instead of all weights.")] = 0,
     heldout: Annotated[int, typer.Option(min=0, help="Tasks kept for the before / after table.")] = 128,
+    program_share: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the hunts played by the ReAct program, as a process.")
+    ] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of tasks, order and sampling.")] = 0,
     report_to: Annotated[list[str] | None, typer.Option(help="TRL's trackers: trackio, wandb, tensorboard.")] = None,
     out: Annotated[Path | None, typer.Option(help="The run folder. Unsaid: a new one under runs/.")] = None,
@@ -94,10 +97,11 @@ def train(
             learning_rate=learning_rate if learning_rate is not None else 5e-4 if small else 1e-6,
             beta=beta,
             loss_type=loss_type,
-            advantages=advantages,
+            advantages=cast(Any, advantages),  # an unknown name is refused by the trainer's configuration
             temperature=temperature,
             lora_rank=lora_rank,
             heldout=heldout,
+            program_share=program_share,
             seed=seed,
             report_to=tuple(report_to or ()),
         )

@@ -62,11 +62,11 @@ class TrainDisplay:
         tokens, now = event.get("num_tokens", 0.0), event["time"]
         speed = (tokens - self._tokens) / (now - self._time) if self._time else 0.0
         self._tokens, self._time = tokens, now
-        shown = {"reward": event["reward"] or 0.0, "success": event.get("success") or 0.0, "speed": speed}
-        self._progress.update(self._task, completed=event["step"], **shown)
+        reward, success = event["reward"] or 0.0, event.get("success") or 0.0
+        self._progress.update(self._task, completed=event["step"], reward=reward, success=success, speed=speed)
         if not self.console.is_terminal:
             self.console.print(
-                f"step {event['step']}  reward {shown['reward']:.2f}  success {shown['success']:.0%}  {speed:,.0f} tokens/s",
+                f"step {event['step']}  reward {reward:.2f}  success {success:.0%}  {speed:,.0f} tokens/s",
                 highlight=False,
             )
 

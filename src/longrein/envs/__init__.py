@@ -3,6 +3,7 @@
 from longrein.envs.calculator import Calculator
 from longrein.envs.datasets import load_tasks, task_dataset
 from longrein.envs.environment import EnvConfig, EnvConfigError, Environment, Episode, Step, class_path
+from longrein.envs.harness import HarnessEnv
 from longrein.envs.hunt import TreasureHunt
 from longrein.envs.reasoning_gym import ReasoningGym
 from longrein.envs.textarena import TextArena
@@ -14,6 +15,7 @@ __all__ = [
     "EnvConfigError",
     "Environment",
     "Episode",
+    "HarnessEnv",
     "ReasoningGym",
     "Step",
     "TextArena",

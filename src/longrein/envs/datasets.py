@@ -119,7 +119,7 @@ def _none_field(value: Any) -> str | None:
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, inner in inside:
         if inner is None and isinstance(value, dict):
-            return name
+            return str(name)
         if (found := _none_field(inner)) is not None:
             return f"{name}.{found}"
     return None

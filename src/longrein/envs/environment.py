@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from longrein.agents import Agent, as_agent
 from longrein.contract import LongreinError, Message, Sampling, Tool
@@ -26,7 +26,6 @@ from longrein.recorder import ContextLengthError, Recorder, run_sync
 from longrein.rollout import CREDITS, Credit, Rollout, Trial, padded
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 class EnvConfigError(LongreinError):
@@ -257,5 +256,6 @@ def class_path(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-async def _settled(value: T | Awaitable[T]) -> T:
+async def _settled(value: Any) -> Any:
+    """The value, awaited where it has to be."""
     return await value if inspect.isawaitable(value) else value

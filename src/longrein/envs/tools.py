@@ -83,7 +83,7 @@ _SCHEMAS: dict[type, list[Tool]] = {}
 
 def _schemas(cls: type, names: tuple[str, ...]) -> list[Tool]:
     if cls not in _SCHEMAS:
-        from transformers.utils import get_json_schema
+        from transformers.utils.chat_template_utils import get_json_schema
 
         _SCHEMAS[cls] = [_without_return(get_json_schema(getattr(cls, name))) for name in names]
     return _SCHEMAS[cls]

@@ -23,12 +23,16 @@ from longrein.agents import Agent
 from longrein.contract import LongreinError, Sampling
 from longrein.envs.datasets import checked_row, load_tasks, task_dataset
 from longrein.envs.environment import Environment
+from longrein.envs.hunt import TreasureHunt
 from longrein.noise import derive
+from longrein.training.advantages import AdvantageName
 from longrein.training.config import GRPOEnvConfig
 from longrein.training.trainer import GRPOEnvTrainer
 from longrein.training.trials import Collected, EnvironmentCache, collect, environment_class
 
 logger = logging.getLogger(__name__)
+
+HUNTS = ("longrein.envs.TreasureHunt", "longrein.envs.hunt.TreasureHunt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +53,13 @@ class Settings:
     learning_rate: float = 1e-6
     beta: float = 0.0
     loss_type: str = "dapo"
-    advantages: str = "group"
+    advantages: AdvantageName = "group"
     temperature: float = 1.0
     lora_rank: int = 0
     heldout: int = 128
     """Tasks kept for the before / after table."""
+    program_share: float = 0.0
+    """How many of the hunts are played by the ReAct program in a process of its own, rather than by the environment."""
     seed: int = 0
     report_to: tuple[str, ...] = ()
     resume: bool = False
@@ -164,21 +170,56 @@ def datasets_of(settings: Settings) -> tuple[Any, list[dict[str, Any]]]:
             {"env_class_path": settings.env, "env_config": config, "task_data": task}
             for task in cls.tasks(settings.heldout + needed, seed=derive(settings.seed, "tasks"), env_config=config)
         ]
-        return _apart(made, settings.heldout)
+        rest, kept = _apart(made, settings.heldout)
+        return task_dataset(_some_by_program(rest, settings)), _some_by_program(kept, settings)
     loaded = load_tasks(settings.tasks, env_class_path=settings.env, env_config=settings.env_config)
-    rows = [checked_row(row, index) for index, row in enumerate(loaded)]
+    rows = [checked_row(dict(row), index) for index, row in enumerate(loaded)]
     order = np.random.default_rng(settings.seed).permutation(len(rows))
-    return _apart([rows[index] for index in order], min(settings.heldout, len(rows) // 5))
+    rest, kept = _apart([rows[index] for index in order], min(settings.heldout, len(rows) // 5))
+    return task_dataset(rest), kept
 
 
-def _apart(rows: list[dict[str, Any]], heldout: int) -> tuple[Any, list[dict[str, Any]]]:
+def _apart(rows: list[dict[str, Any]], heldout: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The first rows held out, and of the rest those that are not the same task as one of them."""
     kept = rows[:heldout]
     known = {json.dumps(row, sort_keys=True) for row in kept}
     rest = [row for row in rows[heldout:] if json.dumps(row, sort_keys=True) not in known]
     if not rest:
         raise LongreinError(f"of {len(rows)} tasks none is left to train on once {heldout} are held out; add tasks")
-    return task_dataset(rest), kept
+    return rest, kept
+
+
+def _some_by_program(rows: list[dict[str, Any]], settings: Settings) -> list[dict[str, Any]]:
+    """Every so many rows played by the ReAct program: the same task, through a process and the proxy."""
+    if not settings.program_share:
+        return rows
+    if settings.env not in HUNTS or settings.env_config.get("actions", "tools") != "tools":
+        raise LongreinError(f"program_share is for hunts by tool calls; the environment is {settings.env}")
+    every = round(1 / settings.program_share)
+    config = react_config(settings.env_config)
+    by_program = {"env_class_path": "longrein.envs.HarnessEnv", "env_config": config}
+    return [{**row, **by_program} if index % every == 0 else row for index, row in enumerate(rows)]
+
+
+def react_config(hunt: dict[str, Any]) -> dict[str, Any]:
+    """The ReAct program on hunts, with the limits of the environment it stands beside."""
+    limits = TreasureHunt.check_config(hunt)
+    return {
+        "command": [
+            "{python}",
+            "-m",
+            "longrein.harnesses.react",
+            "--rooms",
+            "{rooms}",
+            "--max-turns",
+            str(limits.max_turns),
+        ],
+        "verify": "longrein.harnesses.react.verify_hunt",
+        "max_turns": limits.max_turns,
+        "max_tokens": limits.max_tokens,
+        "max_reply_tokens": limits.max_reply_tokens,
+        "max_seconds": 120,
+    }
 
 
 def evaluate(agent: Agent, rows: list[dict[str, Any]], *, seed: int, repeats: int = 1) -> Heldout:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import chain, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -55,7 +55,8 @@ def build(folder: Path, *, seed: int = 0, steps: int = 240, batch_size: int = 16
     torch.manual_seed(seed)
     rng = random.Random(f"tiny-{seed}")
     tokenizer = make_tokenizer(rng)
-    model = make_model(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
+    pad_id, eos_id = (tokenizer.convert_tokens_to_ids(token) for token in ("<|endoftext|>", "<|im_end|>"))
+    model = make_model(len(tokenizer), cast(int, pad_id), cast(int, eos_id))
     rendering = rendering_for(tokenizer)
     careful, careless = (demonstrations(rendering, rng, carefully=carefully) for carefully in (True, False))
     warm_start(model, chain(islice(careful, steps // 2 * batch_size), careless), steps=steps, batch_size=batch_size)
