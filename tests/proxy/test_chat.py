@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bodies import ANYTHING, BODY
 from conversations import ARGUMENTS, LOOK, MOVE, NAME, TEXT, assistant, system, user
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -145,54 +146,20 @@ def test_what_means_nothing_here_is_accepted() -> None:
     assert chat.parse(body(n=1, response_format={"type": "text"}, top_logprobs=0, tools=None, stop=[], functions=[]))
 
 
-ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 3) | st.floats(allow_nan=False) | TEXT | st.sampled_from(["user", "text"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "type"]) | TEXT, inner),
-    max_leaves=8,
-)
-
-
-def nearly(**fields: Any) -> st.SearchStrategy[dict[str, Any]]:
-    """An object with these fields, each right or wrong or absent."""
-    return st.fixed_dictionaries({}, optional={name: field | ANYTHING for name, field in fields.items()})
-
-
-FUNCTION = nearly(name=NAME, arguments=TEXT | ARGUMENTS.map(json.dumps), description=TEXT, parameters=ANYTHING)
-MESSAGE = nearly(
-    role=st.sampled_from(chat.ROLES),
-    content=TEXT | st.lists(nearly(type=st.sampled_from(["text", "refusal"]), text=TEXT)),
-    tool_calls=st.lists(nearly(id=TEXT, function=FUNCTION), max_size=2),
-    tool_call_id=TEXT,
-    name=TEXT,
-    reasoning_content=TEXT,
-)
-BODY = nearly(
-    model=TEXT,
-    messages=st.lists(MESSAGE, min_size=1, max_size=3),
-    tools=st.lists(nearly(type=st.just("function"), function=FUNCTION), max_size=2),
-    tool_choice=st.sampled_from(["none", "auto", "required"]),
-    stop=TEXT | st.lists(TEXT),
-    max_tokens=st.integers(1, 9),
-    stream=st.booleans(),
-    stream_options=nearly(include_usage=st.booleans()),
-    logprobs=st.booleans(),
-    n=st.just(1),
-    response_format=nearly(type=st.just("text")),
-)
-
-
 @settings(max_examples=300)
 @given(given=BODY | ANYTHING)
 def test_any_body_is_a_request_or_a_clear_error(given: Any) -> None:
+    refused = None
     try:
         request = chat.parse(given)
-    except DialectError as refused:
-        assert refused.status == 400
-        assert refused.message
-        json.dumps(chat.error_body(refused))
+    except DialectError as error:
+        refused = error
     else:
         assert all(isinstance(message["content"], str) for message in request.messages)
         assert all(isinstance(tool["function"]["name"], str) for tool in request.tools)
+    if refused is not None:
+        assert (refused.status, bool(refused.message)) == (400, True)
+        json.dumps(chat.error_body(refused))
 
 
 def test_a_full_context_is_said_in_the_words_programs_look_for() -> None:

@@ -30,7 +30,10 @@ def test_it_reads_what_the_familys_own_parser_reads(
     found = rendering("qwen3")
     written = [f"<tool_call>\n{json.dumps({'name': n, 'arguments': a})}\n</tool_call>" for n, a in calls]
     text = thought + "\n".join([said, *written, rest])
-    assert parse_text(text) == found.parse(found.encode_reply(text))
+    theirs = found.parse(found.encode_reply(text))
+    if "reasoning_content" in theirs:  # reasoning that is still open comes with its spaces
+        theirs["reasoning_content"] = theirs["reasoning_content"].strip()
+    assert parse_text(text) == theirs
 
 
 @pytest.mark.parametrize(
