@@ -335,26 +335,28 @@ def test_a_cancelled_create_leaves_nothing(python: Any) -> None:
     factory.create(task=None, rollout_id="cancelled").close()  # the name is free again
 
 
-def test_killing_us_leaves_no_process_behind() -> None:
+def test_killing_us_leaves_no_process_and_no_folder_behind() -> None:
     mark = marker()
     holder = (
-        "import sys, time\n"
+        "import json, sys, time\n"
         "from longrein.harnesses import ProcessSessionFactory\n"
         "from longrein.proxy import InterceptionServer\n"
         "server = InterceptionServer(); server.start()\n"
         "command = ['{python}', '-c', sys.argv[1], '100', sys.argv[2]]\n"
         "factory = ProcessSessionFactory(command, server=server, verify=lambda *_: 1.0)\n"
         "sessions = [factory.create(task=None, rollout_id=str(n)) for n in range(3)]\n"
-        "print([s.workdir.parent.as_posix() for s in sessions], flush=True)\n"
+        "print(json.dumps([s.workdir.parent.as_posix() for s in sessions]), flush=True)\n"
         "time.sleep(100)\n"
     )
     us = subprocess.Popen([sys.executable, "-c", holder, DAEMON, mark], stdout=subprocess.PIPE, text=True)
     assert us.stdout is not None
-    assert us.stdout.readline()
+    roots = [Path(root) for root in json.loads(us.stdout.readline())]
     assert until(lambda: len(alive(mark)) == 1 + 3 * 3)
+    assert all(root.exists() for root in roots)
     os.kill(us.pid, signal.SIGKILL)
     us.wait(timeout=10)
     assert until(lambda: alive(mark) == [])
+    assert until(lambda: not any(root.exists() for root in roots))
 
 
 def test_the_async_way_waits_without_a_thread_of_its_own(python: Any) -> None:

@@ -15,12 +15,13 @@ from longrein.harnesses import supervisor
 
 
 def start(*command: str, **options: object) -> subprocess.Popen[bytes]:
-    arguments = [sys.executable, "-I", "-S", supervisor.__file__, *command]
+    arguments = [sys.executable, "-I", "-S", supervisor.__file__, "-", *command]
     return subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)  # type: ignore[call-overload]
 
 
 def stop(process: subprocess.Popen[bytes]) -> int:
     assert process.stdin is not None
+    process.stdin.write(supervisor.STOP)
     process.stdin.close()
     return process.wait(timeout=20)
 
@@ -46,7 +47,7 @@ def test_a_command_that_is_not_there_is_said_to_be_so() -> None:
     assert b"/no/such/command" in process.stderr.read()
 
 
-def test_closing_its_input_ends_the_command() -> None:
+def test_it_ends_the_command_when_told_to() -> None:
     mark = marker()
     process = start("sh", "-c", "sleep 100; true", mark)
     assert until(lambda: len(alive(mark)) == 2)  # the supervisor and the shell
@@ -126,7 +127,7 @@ def test_the_command_ends_when_the_supervisors_parent_dies(how: int) -> None:
         "print('ready', flush=True)\n"
         "time.sleep(100)\n"
     )
-    command = [sys.executable, "-I", "-S", supervisor.__file__, sys.executable, "-c", DAEMON, "100", mark]
+    command = [sys.executable, "-I", "-S", supervisor.__file__, "-", sys.executable, "-c", DAEMON, "100", mark]
     parent = subprocess.Popen([sys.executable, "-c", keeper, *command], stdout=subprocess.PIPE)
     assert sorted([line(parent), line(parent)]) == [b"ready\n", b"started\n"]
     os.kill(parent.pid, how)
@@ -144,7 +145,7 @@ def test_a_forked_copy_of_the_parent_that_holds_the_pipe_open_changes_nothing() 
         "print(p.pid, flush=True)\n"
         "time.sleep(100)\n"
     )
-    command = [sys.executable, "-I", "-S", supervisor.__file__, "sleep", "97"]
+    command = [sys.executable, "-I", "-S", supervisor.__file__, "-", "sleep", "97"]
     parent = subprocess.Popen([sys.executable, "-c", keeper, *command], stdout=subprocess.PIPE)
     pid = int(line(parent))
     assert until(lambda: len(supervisor.descendants(pid)) == 1)

@@ -101,7 +101,7 @@ def _verdict_of_command(
         values = {"workdir": str(outcome.workdir), "outcome": str(report)}
         filled = [fill(part, task, values, f"verify[{index}]") for index, part in enumerate(command)]
         variables = {**env, "HOME": folder, "TMPDIR": folder, "LONGREIN_OUTCOME": str(report)}
-        program = Program(filled, env=variables, cwd=folder, timeout=timeout)
+        program = Program(filled, env=variables, cwd=folder, timeout=timeout, folder=folder)
         try:
             started(program)
             code = program.ended.result()

@@ -296,7 +296,14 @@ class ProcessSessionFactory:
                 env[name] = fill(template, task, values, f"env[{name!r}]")
         if shutil.which(command[0], path=env.get("PATH")) is None and not (workdir / command[0]).exists():
             raise HarnessError(f"there is no command {command[0]!r} to run; give its path, or put it on PATH")
-        return Program(command, env=env, cwd=workdir, timeout=self.timeout, on_end=lambda: self.server.end(rollout_id))
+        return Program(
+            command,
+            env=env,
+            cwd=workdir,
+            timeout=self.timeout,
+            folder=root,
+            on_end=lambda: self.server.end(rollout_id),
+        )
 
 
 def _place(path: str, home: Path, workdir: Path) -> Path:

@@ -77,9 +77,11 @@ class Program:
         env: Mapping[str, str],
         cwd: str | Path,
         timeout: float | None = None,
+        folder: str | Path | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_end` is called, on a thread of ours, when everything is over and before anyone is told so."""
+        """`folder` is removed should we die before the program does. `on_end` is called, on a thread of ours, when everything
+        is over and before anyone is told so."""
         self.stdout, self.stderr = Clipped(), Clipped()
         self.timed_out = False
         self.ended: Future[int] = Future()
@@ -90,7 +92,7 @@ class Program:
         self._mark = secrets.token_hex(16)
         self._stopping = threading.Lock()
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", supervisor.__file__, *command],
+            [sys.executable, "-I", "-S", supervisor.__file__, str(folder or "-"), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -110,6 +112,8 @@ class Program:
         with self._stopping:
             control = self._process.stdin
             if control is not None and not control.closed:
+                with contextlib.suppress(BrokenPipeError):
+                    control.write(supervisor.STOP)
                 control.close()
                 self._process.send_signal(signal.SIGCONT)  # its own command may have stopped it
 

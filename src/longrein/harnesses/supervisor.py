@@ -1,9 +1,10 @@
-"""Runs a command and leaves nothing of it behind: `python -I -S supervisor.py COMMAND...`, standard library alone.
+"""Runs a command and leaves nothing of it behind: `python -I -S supervisor.py FOLDER COMMAND...`, standard library alone.
 
 Always true: everything the command starts, also what forks twice and moves to a session of its own, is a descendant of this
 process (it is their subreaper), and is dead before this process exits. It ends the command when its standard input says
-something or closes, and when its parent dies: whoever started it needs no chance to clean up. Its exit status is the
-command's (128 + the signal, where one ended it); `STUCK` when something could not be killed.
+`STOP`. When that closes instead, or its parent is no more, whoever started it had no chance to clean up: then it removes
+FOLDER too (`-` for none). Its exit status is the command's (128 + the signal, where one ended it); `STUCK` when something could
+not be killed.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import time
 
 KILL_SECONDS = 10.0
 """How long the killing may take before it is given up (a process that hangs in the kernel, or belongs to another user)."""
+STOP = b"stop"
 STUCK = 125
 CANNOT_RUN = 127
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def supervise(command: list[str]) -> int:
+def supervise(folder: str, command: list[str]) -> int:
     """Run the command to its end or ours."""
     parent = os.getppid()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -37,16 +39,23 @@ def supervise(command: list[str]) -> int:
 
     child = _start(command)
     status: int | None = None
-    while status is None:
+    told, orphaned = False, False
+    while status is None and not told and not orphaned:
         readable, _, _ = select.select([0, woken], [], [], 1.0)
         if woken in readable:
             os.read(woken, 4096)
         status = _reap().get(child)
-        if 0 in readable or os.getppid() != parent:  # a forked copy of our parent may hold the pipe open after its death
-            break
+        if 0 in readable:
+            told = os.read(0, len(STOP)) != b""
+            orphaned = not told
+        orphaned = orphaned or os.getppid() != parent  # a forked copy of our parent may hold the pipe open after its death
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, -20)  # root only: else a fork bomb's many processes starve the one that ends it
     reaped, clean = kill_descendants(KILL_SECONDS)
+    if orphaned and folder != "-":
+        import shutil  # rarely needed, and slow to import
+
+        shutil.rmtree(folder, ignore_errors=True)
     if not clean:
         return STUCK
     status = reaped.get(child) if status is None else status
@@ -159,4 +168,4 @@ def _prctl(option: int, value: int) -> None:
 
 
 if __name__ == "__main__":
-    os._exit(supervise(sys.argv[1:]))
+    os._exit(supervise(sys.argv[1], sys.argv[2:]))
