@@ -7,11 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
-torch.set_num_threads(1)
-
 import parts
+import torch
 from worlds import Raising, Slow, Talk, Uneven, row
 
 from longrein.envs import task_dataset

@@ -20,11 +20,13 @@ def launch(job: str, folder: Path, timeout: float) -> subprocess.CompletedProces
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [
-        sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
+        sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",
         "--num_cpu_threads_per_process", "1", "--main_process_ip", "127.0.0.1", "--main_process_port", str(port),
         "--mixed_precision", "no", "--dynamo_backend", "no", str(HERE / "launched.py"), job, str(folder),
     ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
+    # `--cpu` would start one process; the launcher of several is the one that is called multi_gpu
+    cpu = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, **cpu, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
 
 

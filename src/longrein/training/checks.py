@@ -112,7 +112,7 @@ def check_dataset(dataset: Any, args: GRPOEnvConfig, generations: int | None, co
                         f"row {index}: {cls.__name__} allows conversations of {limit} tokens (`max_tokens`), the model reads "
                         f"{context}: lower `max_tokens` in env_config or use a model with a longer context"
                     )
-    if generations is not None and len(dataset) < (needed := args.generation_batch_size // generations):
+    if generations is not None and len(dataset) < (needed := (args.generation_batch_size or 0) // generations):
         raise LongreinError(
             f"the dataset has {len(dataset)} rows and a generation batch needs {needed} (generation_batch_size "
             f"{args.generation_batch_size} / num_generations {generations}): TRL would train 0 steps. Add rows, or lower "

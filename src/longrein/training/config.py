@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from trl import GRPOConfig
+from trl.trainer.grpo_config import GRPOConfig
 
 from longrein.agents import Agent
 from longrein.contract import LongreinError

@@ -12,14 +12,15 @@ import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
 
 from longrein.agents import Agent, as_agent
 from longrein.contract import LongreinError
@@ -27,7 +28,7 @@ from longrein.envs.datasets import COLUMNS, checked_row
 from longrein.noise import derive
 from longrein.training.advantages import Batch, advantages, flat_groups
 from longrein.training.checks import check_agent, check_dataset, check_engine, refuse_arguments
-from longrein.training.config import check_config, env_config_of
+from longrein.training.config import GRPOEnvConfig, check_config, env_config_of
 from longrein.training.logprobs import AgentTokens, trajectory_logps
 from longrein.training.trials import Collected, EnvironmentCache, collect, tasks_of
 from longrein.training.trl_compat import (
@@ -65,9 +66,18 @@ class GRPOEnvTrainer(GRPOTrainer):
     `model` defaults to the agent's policy model, and is only needed for an agent without one (a scripted one).
     """
 
+    args: GRPOEnvConfig
+    model: Any
+    ref_model: Any
+    train_dataset: Any
+    num_generations: int
+    num_generations_eval: int
+    scale_rewards: Literal["group", "batch", "none"]
+    _buffered_inputs: Any
+
     def __init__(
         self,
-        model: PreTrainedModel | None = None,
+        model: PreTrainedModel | Any = None,
         *,
         agent: Agent | Any,
         tokenizer: PreTrainedTokenizerBase,
@@ -133,15 +143,17 @@ class GRPOEnvTrainer(GRPOTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         if not self.model.training:
             return self._generate_and_score_completions(generation_batch)
-        if self._step % (self.args.steps_per_generation * self.num_iterations) == 0 or self._buffered_inputs is None:
+        micro_batches = self.args.steps_per_generation or 1
+        if self._step % (micro_batches * self.num_iterations) == 0 or self._buffered_inputs is None:
             whole = self._generate_and_score_completions(generation_batch)
             order = torch.Generator().manual_seed(derive(self.args.seed, "order", self._step) >> 1)
-            self._buffered_inputs = split_by_rollout(whole, self.args.steps_per_generation, order)
-        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+            self._buffered_inputs = split_by_rollout(whole, micro_batches, order)
+        return self._buffered_inputs[self._step % micro_batches]
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         mode = "train" if self.model.training else "eval"
-        rows = gather_object(inputs)
+        by_rank = gather_object([inputs])
+        rows = [row for of_rank in by_rank for row in of_rank]
         started = time.perf_counter()
         arrays, metrics = self._on_main_process(lambda: self._collect(rows, mode))
         self._rollout_seconds = time.perf_counter() - started
@@ -151,7 +163,7 @@ class GRPOEnvTrainer(GRPOTrainer):
         if mode == "train":
             self.state.num_input_tokens_seen += int(arrays["padded_attn_mask"].sum())
         self._metrics[mode]["num_tokens"] = [self.state.num_input_tokens_seen]
-        return self._score(self._local(arrays, len(inputs)), mode)
+        return self._score(self._local(arrays, [len(of_rank) for of_rank in by_rank]), mode)
 
     def _collect(self, rows: list[dict[str, Any]], mode: str) -> tuple[dict[str, Any], dict[str, float]]:
         """The trials of a generation batch, on the main process: arrays for all ranks, and metrics."""
@@ -213,16 +225,15 @@ class GRPOEnvTrainer(GRPOTrainer):
                 f"{collected.first_failure()}"
             )
 
-    def _local(self, arrays: dict[str, Any], count: int) -> dict[str, Any]:
-        """This rank's rollouts, as tensors on its device."""
-        first = self.accelerator.process_index * count
+    def _local(self, arrays: dict[str, Any], counts: list[int]) -> dict[str, Any]:
+        """This rank's rollouts, as tensors on its device; `counts` are the rollouts of each rank."""
+        rank, device = self.accelerator.process_index, self.accelerator.device
         owner = arrays["row_rollout"]
-        mine = np.flatnonzero((owner >= first) & (owner < first + count))
-        own = len(mine)
-        most = int(np.bincount(owner // count).max())
+        rank_of_row = np.searchsorted(np.cumsum(counts), owner, side="right")
+        mine = np.flatnonzero(rank_of_row == rank)
+        own, most = len(mine), int(np.bincount(rank_of_row).max())
         mine = np.pad(mine, (0, most - own), mode="edge")  # every rank runs the same forwards: rows that train nothing
-        device = self.accelerator.device
-        batch = {
+        batch: dict[str, Any] = {
             name: torch.as_tensor(arrays[source][mine], device=device)
             for name, source in (
                 ("prompt_completion_ids", "padded_token_ids"),
@@ -233,9 +244,9 @@ class GRPOEnvTrainer(GRPOTrainer):
             )
         }
         for name in ("agent_token_mask", "advantages"):
-            batch[name][own:] = 0
-        batch["row_rollout"] = torch.as_tensor(owner[mine] - first, device=device)
-        batch["num_rollouts"] = count
+            batch[name][own:].zero_()
+        batch["row_rollout"] = torch.as_tensor(owner[mine] - sum(counts[:rank]), device=device)
+        batch["num_rollouts"] = counts[rank]
         batch["num_items_in_batch"] = torch.tensor(float(arrays["padded_agent_mask"].sum()), device=device)
         return batch
 
@@ -243,7 +254,8 @@ class GRPOEnvTrainer(GRPOTrainer):
         """Add the old and the reference log-probabilities of the whole trajectories."""
         recorded = batch.pop("recorded_logps")
         size = self.args.per_device_train_batch_size if mode == "train" else self.args.per_device_eval_batch_size
-        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+        checkpointing: Any = self.args.gradient_checkpointing_kwargs
+        with torch.no_grad(), disable_gradient_checkpointing(self.model, checkpointing):
             if self.args.old_logps == "recorded":
                 batch["old_per_token_logps"] = recorded
             else:
@@ -364,7 +376,7 @@ class GRPOEnvTrainer(GRPOTrainer):
         super()._save_checkpoint(model, trial)
         folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
         folder.mkdir(parents=True, exist_ok=True)
-        middle = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
+        middle = self._step % ((self.args.steps_per_generation or 1) * self.num_iterations) != 0
         state = {
             "step": self._step,
             "processes": self.accelerator.num_processes,
@@ -378,14 +390,14 @@ class GRPOEnvTrainer(GRPOTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
-        device = self.accelerator.device
         own, main = (Path(checkpoint, STATE_FILE.format(rank=rank)) for rank in (self.accelerator.process_index, 0))
         if main.exists():
-            state = torch.load(own if own.exists() else main, map_location=device, weights_only=True)
+            state = torch.load(own if own.exists() else main, map_location="cpu", weights_only=True)
             fits = state["processes"] == self.accelerator.num_processes  # else the batch at hand is sampled again
-            self._step, self._buffered_inputs = state["step"], state["buffered_inputs"] if fits else None
+            self._step = state["step"]
+            self._buffered_inputs = self._prepare_input(state["buffered_inputs"]) if fits else None
         if self.args.sync_ref_model and (path := Path(checkpoint, REFERENCE_FILE)).exists():
-            reference = torch.load(path, map_location=device, weights_only=True)
+            reference = torch.load(path, map_location="cpu", weights_only=True)
             self.accelerator.unwrap_model(self.ref_model).load_state_dict(reference)
 
     def _keep_texts(self, collected: Collected, arrays: dict[str, Any]) -> None:

@@ -225,7 +225,7 @@ def checked_trial(trial: Any, rollouts: int, env: str) -> list[Played]:
     shape = rows["padded_token_ids"].shape
     rows.setdefault("padded_logprobs", np.full(shape, np.nan, np.float32))
     for key, value in rows.items():
-        if value.ndim != 2 or value.shape != shape:
+        if value.ndim != 2 or value.shape != shape or not shape[1]:
             raise LongreinError(
                 f"{env}.run_trial: {key} has shape {value.shape}, padded_token_ids {shape}; all must be (rows, tokens)"
             )

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from trl import GRPOConfig, GRPOTrainer
-from trl.models import prepare_deepspeed, prepare_fsdp
-from trl.models.utils import disable_gradient_checkpointing
+from trl.models.utils import disable_gradient_checkpointing, prepare_deepspeed, prepare_fsdp
 from trl.trainer.callbacks import SyncRefModelCallback
+from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model, use_adapter
 
 __all__ = [
@@ -57,7 +56,7 @@ def without_reference(args: GRPOConfig) -> Iterator[None]:
         args.beta, args.sync_ref_model = beta, sync
 
 
-def attach_reference(trainer: GRPOTrainer, reference: Any) -> None:
+def attach_reference(trainer: Any, reference: Any) -> None:
     """Give a trainer its frozen reference model, prepared as TRL prepares its own."""
     args = trainer.args
     trainer.beta = args.beta
