@@ -18,7 +18,6 @@ import openai
 from longrein.contract import Sampled, SampleRequest
 from longrein.proxy import InterceptionServer, Traffic
 from longrein.rendering import Rendering
-from longrein.rollout import Rollout
 
 
 class Reply(NamedTuple):
@@ -48,7 +47,7 @@ class Program:
     server: InterceptionServer
     rollout_id: str
     key: str
-    rollout: Rollout | None = None
+    rollout: Any = None
 
     @property
     def sdk(self) -> openai.OpenAI:
@@ -64,7 +63,6 @@ class Program:
 
     @property
     def calls(self) -> list[Any]:
-        assert self.rollout is not None
         return list(self.rollout.calls.values())
 
     def request(

@@ -332,6 +332,16 @@ def test_a_pulled_call_whose_client_left_is_joined_not_asked_again(pulled: MakeP
     assert (there.traffic.calls, there.traffic.undelivered) == (1, [])
 
 
+def test_a_long_stream_that_is_not_read_to_its_end_was_not_delivered(pulled: MakeProgram) -> None:
+    there = pulled()
+    connection = there.start({**HI, "stream": True})
+    there.server.deliver(there.rollout_id, there.server.next_request(there.rollout_id), "word " * 2_000_000)
+    assert connection.recv(15) == b"HTTP/1.1 200 OK"
+    assert there.traffic.undelivered == []  # it is still being written
+    connection.close()
+    until(lambda: there.traffic.undelivered == [0])
+
+
 def test_a_stop_word_cuts_delivered_text(pulled: MakeProgram, pool: Any) -> None:
     there = pulled()
     call = pool.submit(there.say, user("hi"), stop="END")
@@ -351,11 +361,12 @@ def test_a_call_can_be_refused_in_the_providers_words(pulled: MakeProgram, pool:
 def test_waiting_on_the_servers_own_loop_is_refused(pulled: MakeProgram) -> None:
     there = pulled()
 
-    async def inside() -> None:
-        there.server.next_request(there.rollout_id)
+    async def inside(method: str) -> None:
+        getattr(there.server, method)(there.rollout_id)
 
-    with pytest.raises(LongreinError, match="server's own loop"):
-        asyncio.run_coroutine_threadsafe(inside(), there.server._running()).result(timeout=20)
+    for method in ("next_request", "end", "seal", "close"):
+        with pytest.raises(LongreinError, match=f"{method} waits, and was called on the server's own loop"):
+            asyncio.run_coroutine_threadsafe(inside(method), there.server._running()).result(timeout=20)
 
 
 def test_a_direct_rollout_has_nothing_to_pull_and_unknown_ones_are_told(

@@ -30,7 +30,7 @@ SAMPLING_FIELDS = (
 )  # fmt: skip
 MAX_DEPTH = 64
 """How deep a body may nest; what is deeper breaks templates and comparisons long before it means anything."""
-PIECE = 32
+PIECE = 128
 """Characters in one delta of a stream."""
 
 Json = dict[str, Any]

@@ -208,7 +208,11 @@ class InterceptionServer:
         return self._session(rollout_id).next_request()
 
     def deliver(self, rollout_id: str, intercept: Intercept, completion: str | Message) -> None:
-        """Answer a call: text in the model's own format, or an assistant message."""
+        """Answer a call: text in the model's own format, or an assistant message.
+
+        Whether it arrived is in `traffic`, by turn. Text is cut at the program's stop words, which an intercept does not
+        name: whoever kept the whole text sees the program quote another one, and starts a new branch.
+        """
         self._session(rollout_id).deliver(intercept, completion)
 
     def refuse(self, rollout_id: str, intercept: Intercept, error: Exception) -> None:
@@ -217,10 +221,12 @@ class InterceptionServer:
 
     def end(self, rollout_id: str) -> None:
         """The program has ended: whoever waits for its calls wakes, and calls that still wait get an error."""
+        self._check_thread("end")
         self._session(rollout_id).end()
 
     def seal(self, rollout_id: str) -> None:
         """The rollout is verified: its record does not change any more, whatever still comes."""
+        self._check_thread("seal")
         session = self._session(rollout_id)
         if session.sealed:
             return
@@ -233,6 +239,7 @@ class InterceptionServer:
 
     def close(self, rollout_id: str) -> None:
         """Forget a rollout; its key is unknown from now on."""
+        self._check_thread("close")
         with self._lock:
             session = self._sessions.pop(rollout_id, None)
             if session is None:
