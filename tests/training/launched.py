@@ -12,7 +12,7 @@ import torch
 from worlds import Raising, Slow, Talk, Uneven, row
 
 from longrein.envs import task_dataset
-from longrein.training import trainer as module
+from longrein.training import processes as collective
 
 LOSSES = ("dapo", "grpo", "dr_grpo")
 
@@ -57,24 +57,22 @@ def equal(folder: Path, processes: int) -> dict[str, Any]:
     return result
 
 
-def raising(folder: Path, processes: int) -> None:
-    parts.trainer(folder, [row(Raising), row(Talk)] * 3, **settings(processes)).train()
-
-
-def slow(folder: Path, processes: int) -> dict[str, Any]:
-    """One trial takes longer than a collective may."""
-    module.HEARTBEAT_SECONDS = 1.0
+def slow_then_raising(folder: Path, processes: int) -> None:
+    """A trial that takes longer than a collective may, and then one that raises."""
+    collective.HEARTBEAT_SECONDS = 1.0
     tasks = [row(Slow, {"seconds": 12}, n=n) for n in range(3)]
-    trainer = parts.trainer(folder, tasks, **{**settings(processes), "max_steps": 1, "ddp_timeout": 6})
+    trainer = parts.trainer(folder, tasks, **{**settings(processes), "max_steps": 1, "ddp_timeout": 8})
     trainer.train()
-    return {"seconds": parts.logged(trainer, "time/rollout")[0], "steps": trainer.state.global_step}
+    result = {"seconds": parts.logged(trainer, "time/rollout")[0], "steps": trainer.state.global_step}
+    torch.save(result, folder / f"slow_{os.environ['RANK']}.pt")
+    parts.trainer(folder, [row(Raising), row(Talk)] * 3, **settings(processes)).train()
 
 
 if __name__ == "__main__":
     job, folder = sys.argv[1], Path(sys.argv[2])
     rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
-        result = {"equal": equal, "raising": raising, "slow": slow}[job](folder, processes)
+        result = {"equal": equal, "slow_then_raising": slow_then_raising}[job](folder, processes)
     except Exception as error:
         (folder / f"error_{rank}.txt").write_text(f"{type(error).__name__}: {error}")
         raise

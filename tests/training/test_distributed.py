@@ -49,20 +49,26 @@ def test_two_processes_train_as_one(tmp_path):
             assert torch.equal(result["resumed"][name], value), name
 
 
-def test_an_environment_that_raises_ends_every_rank_with_its_error(tmp_path):
-    done = launch("raising", tmp_path, timeout=120)
-    assert done.returncode != 0
-    assert "the game server is gone" in done.stderr
-    assert (tmp_path / "error_0.txt").read_text() == "RuntimeError: the game server is gone"
-    assert (tmp_path / "error_1.txt").read_text() == (
-        "LongreinError: the main process stopped: RuntimeError: the game server is gone"
-    )
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    folder = tmp_path_factory.mktemp("stopped")
+    return launch("slow_then_raising", folder, timeout=120), folder
 
 
-def test_trials_may_take_longer_than_a_collective(tmp_path):
-    done = launch("slow", tmp_path, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_trials_may_take_longer_than_a_collective(stopped):
+    done, folder = stopped
     for rank in range(2):
-        result = torch.load(tmp_path / f"result_{rank}.pt")
+        assert (folder / f"slow_{rank}.pt").exists(), done.stderr[-3000:]
+        result = torch.load(folder / f"slow_{rank}.pt")
         assert result["steps"] == 1
         assert result["seconds"] > 12
+
+
+def test_an_environment_that_raises_ends_every_rank_with_its_error(stopped):
+    done, folder = stopped
+    assert done.returncode != 0
+    assert "the game server is gone" in done.stderr
+    assert (folder / "error_0.txt").read_text() == "RuntimeError: the game server is gone"
+    assert (folder / "error_1.txt").read_text() == (
+        "LongreinError: the main process stopped: RuntimeError: the game server is gone"
+    )

@@ -14,7 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 from worlds import Ask, row
 
 from longrein import GRPOEnvTrainer
-from longrein.training.trainer import split_by_rollout
+from longrein.training.logprobs import split_by_rollout
 
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 

@@ -6,7 +6,7 @@ tokens carry a gradient.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -83,3 +83,23 @@ class AgentTokens:
 
     def gather(self, values: Tensor) -> Tensor:
         return values.new_zeros(self._shape).index_put(self._to, values[self._from])
+
+
+def split_by_rollout(batch: dict[str, Any], parts: int, order: torch.Generator) -> list[dict[str, Any]]:
+    """A generation batch in `parts` micro-batches of whole rollouts, shuffled; padding that a part does not need goes."""
+    count = batch["num_rollouts"]
+    device = batch["row_rollout"].device
+    result = []
+    for chosen in torch.randperm(count, generator=order).to(device).chunk(parts):
+        place = torch.full((count,), -1, device=device, dtype=torch.long)
+        place[chosen] = torch.arange(len(chosen), device=device)
+        rows = torch.nonzero(place[batch["row_rollout"]] >= 0)[:, 0]
+        width = max(2, int(batch["attention_mask"][rows].sum(1).max()))
+        part = {
+            name: value[rows, :width] if isinstance(value, Tensor) and value.dim() == 2 else value
+            for name, value in batch.items()
+        }
+        part["row_rollout"] = place[batch["row_rollout"][rows]]
+        part["num_rollouts"] = len(chosen)
+        result.append(part)
+    return result

@@ -10,13 +10,12 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
+from accelerate.utils import gather_object, is_peft_model
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl.trainer.grpo_config import GRPOConfig
@@ -29,7 +28,8 @@ from longrein.noise import derive
 from longrein.training.advantages import Batch, advantages, flat_groups
 from longrein.training.checks import check_agent, check_dataset, check_engine, refuse_arguments
 from longrein.training.config import GRPOEnvConfig, check_config, env_config_of
-from longrein.training.logprobs import AgentTokens, trajectory_logps
+from longrein.training.logprobs import AgentTokens, split_by_rollout, trajectory_logps
+from longrein.training.processes import on_main_process
 from longrein.training.trials import Collected, EnvironmentCache, collect, tasks_of
 from longrein.training.trl_compat import (
     attach_reference,
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_SECONDS = 5.0
-"""How often the ranks that wait for the main process's trials hear from it; far below any collective's timeout."""
 STATE_FILE = "longrein_state_{rank}.pt"
 REFERENCE_FILE = "longrein_reference.pt"
 MAX_FAILED_BATCHES = 3
@@ -155,7 +153,7 @@ class GRPOEnvTrainer(GRPOTrainer):
         by_rank = gather_object([inputs])
         rows = [row for of_rank in by_rank for row in of_rank]
         started = time.perf_counter()
-        arrays, metrics = self._on_main_process(lambda: self._collect(rows, mode))
+        arrays, metrics = on_main_process(self.accelerator, lambda: self._collect(rows, mode))
         self._rollout_seconds = time.perf_counter() - started
         for name, value in metrics.items():
             self._metrics[mode][name].append(value)
@@ -344,33 +342,7 @@ class GRPOEnvTrainer(GRPOTrainer):
                 self._metrics["eval"][f"{self._eval_name}_{name}"] = self._metrics["eval"].pop(name)
         super().log(logs, start_time)
 
-    # ---- processes and checkpoints
-
-    def _on_main_process(self, work: Any) -> Any:
-        """Run `work` on the main process and give its result, or its error, to every rank."""
-        if self.accelerator.num_processes == 1:
-            return work()
-        pool = ThreadPoolExecutor(1) if self.accelerator.is_main_process else None
-        future = pool.submit(work) if pool is not None else None
-        while True:
-            if future is not None:
-                done = _wait(future, HEARTBEAT_SECONDS)
-                error = future.exception() if done else None
-                told = [
-                    (done, future.result() if done and error is None else None, error and f"{type(error).__name__}: {error}")
-                ]
-            else:
-                told, error = [(False, None, None)], None
-            broadcast_object_list(told)
-            done, result, message = told[0]
-            if error is not None:
-                raise error
-            if message is not None:
-                raise LongreinError(f"the main process stopped: {message}")
-            if done:
-                if pool is not None:
-                    pool.shutdown()
-                return result
+    # ---- checkpoints
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
@@ -410,31 +382,3 @@ class GRPOEnvTrainer(GRPOTrainer):
             self._logs["completion"].append(rest)
             self._logs["rewards"]["environment"].append(float(collected.final_rewards[index]))
             self._logs["advantages"].append(float(mean[index]))
-
-
-def split_by_rollout(batch: dict[str, Any], parts: int, order: torch.Generator) -> list[dict[str, Any]]:
-    """A generation batch in `parts` micro-batches of whole rollouts, shuffled; padding that a part does not need goes."""
-    count = batch["num_rollouts"]
-    device = batch["row_rollout"].device
-    result = []
-    for chosen in torch.randperm(count, generator=order).to(device).chunk(parts):
-        place = torch.full((count,), -1, device=device, dtype=torch.long)
-        place[chosen] = torch.arange(len(chosen), device=device)
-        rows = torch.nonzero(place[batch["row_rollout"]] >= 0)[:, 0]
-        width = int(batch["attention_mask"][rows].sum(1).max())
-        part = {
-            name: value[rows, :width] if isinstance(value, Tensor) and value.dim() == 2 else value
-            for name, value in batch.items()
-        }
-        part["row_rollout"] = place[batch["row_rollout"][rows]]
-        part["num_rollouts"] = len(chosen)
-        result.append(part)
-    return result
-
-
-def _wait(future: Any, seconds: float) -> bool:
-    try:
-        future.exception(timeout=seconds)
-    except TimeoutError:
-        return False
-    return True
