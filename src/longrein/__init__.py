@@ -20,11 +20,15 @@ if TYPE_CHECKING:
         Verdict,
     )
     from longrein.envs.environment import Environment, Episode, Step
+    from longrein.envs.harness import HarnessEnv
     from longrein.envs.tools import ToolEpisode, tool
+    from longrein.harnesses.process import ProcessSessionFactory
+    from longrein.proxy import InterceptionServer
     from longrein.recorder import Recorder
     from longrein.rollout import Call, Rollout
     from longrein.training.config import GRPOEnvConfig
     from longrein.training.trainer import GRPOEnvTrainer
+    from longrein.training.worker import HarnessRolloutWorker
 
 __version__ = "0.1.0"
 
@@ -38,7 +42,11 @@ _HOMES = {
     "GRPOEnvConfig": "training.config",
     "GRPOEnvTrainer": "training.trainer",
     "GenerateAPI": "contract",
+    "HarnessEnv": "envs.harness",
+    "HarnessRolloutWorker": "training.worker",
+    "InterceptionServer": "proxy",
     "LongreinError": "contract",
+    "ProcessSessionFactory": "harnesses.process",
     "Recorder": "recorder",
     "Rollout": "rollout",
     "RolloutMessages": "contract",

@@ -90,7 +90,7 @@ class HarnessEnv(Environment):
             max_length=config.max_tokens,
         )
         async with self._turns:
-            session = await asyncio.to_thread(factory.create, task=rollout.task, rollout_id=rollout.id)
+            session = await factory.create_async(task=rollout.task, rollout_id=rollout.id)
             async with session:
                 outcome = await session.wait_async()
                 verdict = await session.run_async()

@@ -6,7 +6,6 @@ finds the coin about once in as many tries as there are rooms. A hunt of `hops` 
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from typing import Any, Literal
 
 from longrein.contract import LongreinError, Message, Tool
 from longrein.envs.environment import EnvConfig, EnvConfigError, Environment, Episode, Step
-from longrein.rooms import ROOMS, TOOLS, look, opening
+from longrein.rooms import ROOMS, TOOLS, Action, actions_of, answered, opening, over, result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,19 +50,10 @@ class HuntEpisode(Episode):
         return opening(self.rooms[0], self.config.actions)
 
     def step(self, reply: Message) -> Step:
-        actions = _tool_actions(reply) if self.config.actions == "tools" else _text_actions(reply)
-        if not actions:
-            return Step(done=True)
-        if any(name == "answer" for name, _, _ in actions):
-            right = actions[0][:2] == ("answer", self.rooms[-1])
-            return Step(reward=float(right), done=True)
-        return Step(messages=[self._result(name, room, call_id) for name, room, call_id in actions])
-
-    def _result(self, name: str, room: str, call_id: str) -> Message:
-        text = look(self.rooms, room) if name == "look" else f"There is no {name}."
-        if self.config.actions == "tools":
-            return {"role": "tool", "tool_call_id": call_id, "content": text}
-        return {"role": "user", "content": text}
+        actions = actions_of(reply) if self.config.actions == "tools" else _text_actions(reply)
+        if over(actions):
+            return Step(reward=float(answered(actions) == self.rooms[-1]), done=True)
+        return Step(messages=[result(self.rooms, action) for action in actions])
 
 
 class TreasureHunt(Environment):
@@ -80,18 +70,6 @@ class TreasureHunt(Environment):
         return [{"rooms": rng.sample(ROOMS, rng.randint(config.min_hops, config.max_hops))} for _ in range(count)]
 
 
-def _tool_actions(reply: Message) -> list[tuple[str, str, str]]:
-    actions = []
-    for call in reply.get("tool_calls") or ():
-        try:
-            arguments = json.loads(call["function"]["arguments"])
-        except ValueError:
-            arguments = None
-        room = arguments.get("room") if isinstance(arguments, dict) else None
-        actions.append((call["function"]["name"], str(room), call["id"]))
-    return actions
-
-
-def _text_actions(reply: Message) -> list[tuple[str, str, str]]:
+def _text_actions(reply: Message) -> list[Action]:
     found = re.search(r"\b(look|answer)\b\W*(?:into|in|at)?\W*(?:the)?\W*([a-z]+)", reply.get("content") or "", re.I)
-    return [(found[1].lower(), found[2].lower(), "")] if found else []
+    return [Action(found[1].lower(), found[2].lower(), None)] if found else []

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from longrein.rooms import TOOLS, look, opening
+from longrein.rooms import TOOLS, actions_of, answered, opening, over, result
 
 if TYPE_CHECKING:
     import requests
@@ -79,16 +79,11 @@ def hunt(rooms: Sequence[str], chat: Chat, max_turns: int, found: dict[str, Any]
     for turn in range(max_turns):
         reply = chat.reply(messages)
         found["turns"] = turn + 1
-        actions = [_action(call) for call in reply.get("tool_calls") or ()]
-        if any(name == "answer" for name, _, _ in actions):
-            name, room, _ = actions[0]  # an answer after other actions is a guess made before seeing what they show
-            found["answer"] = room if name == "answer" else None
-        if not actions or any(name == "answer" for name, _, _ in actions):
+        actions = actions_of(reply)
+        found["answer"] = answered(actions)
+        if over(actions):
             return
-        messages.append(reply)
-        for name, room, call_id in actions:
-            text = look(rooms, room) if name == "look" else f"There is no {name}."
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+        messages += [reply, *(result(rooms, action) for action in actions)]
 
 
 def verify_hunt(task: dict[str, Any], outcome: Outcome) -> float:
@@ -98,15 +93,6 @@ def verify_hunt(task: dict[str, Any], outcome: Outcome) -> float:
     except ValueError:
         return 0.0
     return float(isinstance(found, dict) and found.get("answer") == task["rooms"][-1])
-
-
-def _action(call: dict[str, Any]) -> tuple[str, str, str]:
-    try:
-        arguments = json.loads(call["function"]["arguments"])
-    except ValueError:
-        arguments = None
-    room = arguments.get("room") if isinstance(arguments, dict) else None
-    return call["function"]["name"], str(room), call["id"]
 
 
 def _events(response: requests.Response) -> Iterable[dict[str, Any]]:
