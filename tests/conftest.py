@@ -100,7 +100,7 @@ class GrowingTokenizer:
         return self._tokenizer.encode(text, **kwargs)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def random_model() -> Callable[..., Any]:
     """A new small model of random weights in float32: `random_model(vocab_size=32, seed=1)`."""
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conversations import (
     LOOK,
     MOVE,
@@ -29,6 +30,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longrein.contract import GenerateAPI, LongreinError, Message, Sampled, SampleRequest, Sampling
+from longrein.engines.transformers import TransformersEngine
 from longrein.recorder import ContextLengthError, Recorder, canonical
 from longrein.rendering import FamilyRendering, Rendering
 from longrein.rollout import Call
@@ -262,6 +264,43 @@ def test_any_arguments_and_contents_can_be_compared(arguments: Any) -> None:
     for content in (None, "", "\ud800", {"a": 1}, 5, [{"type": "image_url", "image_url": {"url": "x"}}]):
         message = {"role": "assistant", "content": content, "tool_calls": [call, {"type": "custom", "name": "x"}]}
         assert canonical(message) == canonical(copy.deepcopy(message))
+
+
+def test_arguments_of_any_depth_are_recorded_and_continued(rendering: Named) -> None:
+    found = rendering("qwen3")
+    for depth in range(50, 1500, 50):
+        written = '<tool_call>{"name": "look", "arguments": {"a": ' + "[" * depth + "]" * depth + "}}</tool_call>"
+        recorder, _ = recording(found, [written, "done"])
+        call = ask(recorder, [user("hi")])
+        assert ask(recorder, [user("hi"), call.reply, user("more")]).parent == call.id
+
+
+@settings(max_examples=5)
+@given(seed=st.integers(0, 2**32), texts=st.lists(TEXT, min_size=2, max_size=3))
+def test_a_trainer_computes_the_log_probabilities_that_were_recorded(
+    rendering: Named, random_policy: Any, seed: int, texts: list[str]
+) -> None:
+    """The whole way with a real model: what is spliced turn by turn is, in one forward pass, what was sampled."""
+    engine = TransformersEngine(random_policy)
+    recorder = Recorder(engine, rendering("tiny"), sampling=Sampling(max_tokens=8))
+    recorder.open("r", seed=seed)
+    messages = []
+    for text in texts:
+        messages.append(user(text))
+        messages.append(ask(recorder, messages).reply)
+    engine.close()
+    (branch,) = recorder.finish("r").branches()
+    with torch.no_grad():
+        logps = torch.log_softmax(random_policy(torch.from_numpy(branch.token_ids[None].astype(np.int64))).logits[0], dim=-1)
+    positions = np.flatnonzero(branch.agent_mask)
+    expected = logps[positions - 1, branch.token_ids[positions]].numpy()
+    np.testing.assert_allclose(branch.logprobs[positions], expected, atol=1e-4)
+    assert len(positions) > 0
+
+
+@pytest.fixture(scope="module")
+def random_policy(random_model: Callable[..., Any], tokenizer: Named) -> Any:
+    return random_model(vocab_size=len(tokenizer("tiny")))
 
 
 def test_a_template_that_keeps_no_prefixes_gives_a_root_a_call(rendering: Named) -> None:
@@ -575,6 +614,29 @@ def test_a_full_context_is_refused_and_a_nearly_full_one_shortens_the_reply(rend
         assert [request.sampling.max_tokens for request in engine.requests] == [5, 3]
         with pytest.raises(ContextLengthError, match=f"the limit is {length + 5}: no room for a reply"):
             ask(recorder, [user("hi " * 20)], **limits)
+
+
+@settings(max_examples=40)
+@given(texts=st.lists(TEXT, min_size=1, max_size=3), words=st.lists(st.sampled_from(["Observation:", "日", "a", "\n"])))
+def test_a_stop_word_ends_the_reply_and_the_next_turn_keeps_its_tokens(
+    rendering: Named, texts: list[str], words: list[str]
+) -> None:
+    found = rendering("qwen2_5")
+    whole = found.encode_reply("Thought. Observation:".join(texts))
+    recorder, engine = recording(found, lambda _: whole)
+    call = ask(recorder, [user("hi")], stop=words)
+    drawn = call.completion_ids.tolist()
+    assert drawn == whole[: len(drawn)]
+    assert len(call.logprobs) == len(drawn)
+    if len(drawn) < len(whole):  # it ends with the token that completed a word, and its message before the word
+        assert any(word in found.decode(drawn) for word in words)
+        assert not any(word in found.decode(drawn[:-1]) for word in words)
+        assert call.finish_reason == "stop"
+    assert not any(word in call.reply["content"] for word in words)
+    child = ask(recorder, [user("hi"), call.reply, user("more")], stop=words)
+    assert child.parent == call.id
+    before = [*found.prompt([user("hi")]), *drawn]
+    assert list(engine.requests[-1].prompt_ids)[: len(before)] == before
 
 
 def test_a_rollout_is_open_once_and_closed_for_good(rendering: Named) -> None:

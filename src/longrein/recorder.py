@@ -428,14 +428,12 @@ def _canonical_part(part: Any) -> str:
 
 
 def _canonical_arguments(arguments: Any) -> str:
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, default=str)
     try:
-        if isinstance(arguments, str):
-            arguments = json.loads(arguments or "{}", parse_int=_number, parse_float=_number)
-        else:
-            arguments = json.loads(json.dumps(arguments or {}, default=str), parse_int=_number, parse_float=_number)
-        return json.dumps(arguments, sort_keys=True, ensure_ascii=False)
+        read = json.loads(text or "{}", parse_int=_number, parse_float=_number)
+        return json.dumps(read, sort_keys=True, ensure_ascii=False)
     except (ValueError, RecursionError):
-        return str(arguments)
+        return text
 
 
 def _number(digits: str) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -128,7 +128,7 @@ def absolute_model() -> Any:
 
 
 @pytest.mark.parametrize("positions", ["rotary", "absolute"])
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20)
 @given(data=st.data())
 def test_a_reply_is_the_same_alone_and_in_any_batch(positions: str, random_model: Model, data: st.DataObject) -> None:
     engine = TransformersEngine(random_model(VOCABULARY) if positions == "rotary" else absolute_model())
@@ -214,6 +214,31 @@ def test_new_weights_are_sampled_from_at_once(engine: TransformersEngine, random
     (after,) = sample(engine, request(max_tokens=20))
     assert before.ids != after.ids
     assert (before.policy_version, after.policy_version) == (0, 4)
+
+
+def test_a_paused_engine_lets_its_batch_end_and_starts_none(engine: TransformersEngine, random_model: Model) -> None:
+    held = Held(engine)
+
+    async def scenario() -> None:
+        running = asyncio.create_task(engine.sample(request()))
+        await asyncio.to_thread(held.entered.wait)
+        pausing = asyncio.create_task(asyncio.to_thread(engine.pause))
+        await asyncio.sleep(0.01)
+        assert not pausing.done()
+        held.go.set()
+        await pausing
+        before = await running
+        passes = len(held.sizes)
+        waiting = asyncio.create_task(engine.sample(request()))
+        await asyncio.sleep(0.05)
+        assert len(held.sizes) == passes
+        engine.load_weights(random_model(VOCABULARY, seed=9).named_parameters())
+        engine.resume()
+        assert (await waiting).ids != before.ids
+
+    asyncio.run(scenario())
+    with pytest.raises(LongreinError, match="no parameter 'head'"):
+        engine.load_weights([("head", torch.zeros(1))])
 
 
 class Held:
