@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -174,3 +178,44 @@ def test_a_config_that_does_not_fit_is_refused(agent: Agent) -> None:
             HarnessEnv(tokenizer=agent.tokenizer, env_config=config)
     with pytest.raises(LongreinError, match="a harness plays its own loop"):
         harness(agent).episode({})
+
+
+def test_killing_the_trainer_leaves_no_process(tmp_path: Any, folder: Any) -> None:
+    """A process that plays a harness is killed outright in the middle of its rollouts."""
+    marker = f"longrein-orphan-{os.getpid()}"
+    started = tmp_path / "started"
+    code = f"""
+from longrein import Agent
+from longrein.engines.scripted import ScriptedEngine
+from longrein.envs import HarnessEnv
+from transformers import AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained({str(folder("tiny"))!r})
+from longrein.rendering import rendering_for
+agent = Agent(None, tokenizer, engine=ScriptedEngine(["x"], rendering_for(tokenizer)))
+program = "import sys, time; open({str(started)!r} + sys.argv[2], 'w'); time.sleep(120)"
+env = HarnessEnv(tokenizer=tokenizer, env_config={{
+    "command": [{sys.executable!r}, "-c", program, {marker!r}, "{{n}}"], "verify": ["true"], "max_seconds": 100}})
+env.run_trial([{{"n": 0}}, {{"n": 1}}], agent, 1)
+"""
+    trainer = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        assert until(lambda: len(list(tmp_path.glob("started*"))) == 2, 60)
+    finally:
+        os.kill(trainer.pid, signal.SIGKILL)
+        trainer.wait()
+
+    def alive() -> list[str]:
+        result = subprocess.run(["pgrep", "-f", f"{marker} [01]"], capture_output=True, text=True)
+        return result.stdout.split()
+
+    assert until(lambda: not alive(), 15), alive()
+
+
+def until(condition: Any, seconds: float) -> bool:
+    """Whether something becomes true in time; it happens in another process, so it is looked for."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return bool(condition())
