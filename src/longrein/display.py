@@ -78,6 +78,12 @@ class TrainDisplay:
             table.add_row(f"success, {name}", f"{rates['before']:.1%}", f"{rates['after']:.1%}")
         table.add_row("reward, mean", f"{summary['heldout_reward_before']:.3f}", f"{summary['heldout_reward_after']:.3f}")
         self.console.print(table)
+        if summary["heldout_failed"]:
+            self.console.print(
+                f"[red]{summary['heldout_failed']} held-out rollouts failed[/red] and count as not solved; "
+                f"the first cause: {summary['heldout_failure']}",
+                highlight=False,
+            )
         self.console.print(
             f"{summary['steps']} steps in {summary['seconds']:.0f} s · {folder}/summary.json · {folder}/model",
             highlight=False,

@@ -15,7 +15,8 @@ from programs import Gated, Program, until
 
 from longrein.contract import Intercept, LongreinError, Message, Sampling
 from longrein.engines.scripted import ScriptedEngine
-from longrein.proxy import CallLimits, InterceptionServer, mark_auxiliary, turn_of
+from longrein.proxy import CallLimits, InterceptionServer, chat, mark_auxiliary, turn_of
+from longrein.proxy.session import Evidence, Exchange
 from longrein.recorder import ContextLengthError, Recorder
 
 MakeProgram = Callable[..., Program]
@@ -171,6 +172,34 @@ def test_a_reply_is_delivered_before_the_program_can_end(program: MakeProgram) -
         there.say(user("hi"), stream=bool(number % 2))
         there.server.seal(there.rollout_id)
         assert there.calls[0].delivered
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_sealing_waits_for_replies_on_their_way_and_then_nothing_changes(
+    program: MakeProgram, pool: Any, monkeypatch: Any, in_time: bool
+) -> None:
+    monkeypatch.setattr("longrein.proxy.session.GRACE_SECONDS", 20 if in_time else 0.01)
+    there = program()
+    session = there.server._session(there.rollout_id)
+
+    def is_open() -> bool:
+        return True
+
+    async def ask() -> Exchange:
+        exchange = session.exchange(chat.parse(HI), Evidence(), is_open)
+        await asyncio.wait([exchange.answer])
+        return exchange
+
+    async def write(exchange: Exchange) -> None:
+        session.written(exchange, is_open, whole=True)
+
+    loop = there.server._running()
+    exchange = asyncio.run_coroutine_threadsafe(ask(), loop).result()
+    sealing = pool.submit(there.server.seal, there.rollout_id)
+    until(lambda: session.ended if in_time else session.sealed)
+    asyncio.run_coroutine_threadsafe(write(exchange), loop).result()
+    sealing.result()
+    assert there.calls[0].delivered == in_time
 
 
 # The end
@@ -418,11 +447,17 @@ def test_a_side_call_is_its_own_root_and_not_trained(program: MakeProgram, title
         there.request(body)
     there.request({"messages": [*title["messages"], assistant("yes"), user("shorter")]})
     there.request({**main, "tool_choice": "none"})  # the same agent, told to use words
+    there.request({"messages": [system("You search."), user("find it")], "tools": [LOOK]})  # a sub-agent
     assert all(call.excluded is None for call in there.calls)
     there.server.seal(there.rollout_id)
     reasons = {call.messages[0].get("content"): there.rollout.reason(call) for call in there.calls}
-    assert reasons == {"You are an agent.": None, "Write a title.": "auxiliary", "shorter": "auxiliary"}
-    assert len(there.rollout.rows()) == 2
+    assert reasons == {
+        "You are an agent.": None,
+        "You search.": None,
+        "Write a title.": "auxiliary",
+        "shorter": "auxiliary",
+    }
+    assert len(there.rollout.rows()) == 3
 
 
 def test_side_calls_are_trained_when_asked_and_nothing_is_one_where_no_call_has_tools(program: MakeProgram) -> None:

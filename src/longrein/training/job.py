@@ -72,6 +72,10 @@ class Heldout:
     success: float
     reward: float
     by_env: dict[str, float]
+    failed: int
+    """Rollouts that our side broke; they count as not solved."""
+    cause: str | None
+    """Of the first of them."""
 
 
 Progress = Callable[[dict[str, Any]], None]
@@ -108,6 +112,8 @@ def train(settings: Settings, folder: Path, *, progress: Progress = lambda event
         "heldout_reward_after": after.reward,
         "by_env": {name: {"before": before.by_env[name], "after": after.by_env[name]} for name in before.by_env},
         "heldout_tasks": len(heldout_rows),
+        "heldout_failed": before.failed + after.failed,
+        "heldout_failure": before.cause or after.cause,
         "seconds": round(time.perf_counter() - started, 1),
         "seed": settings.seed,
         "steps": trainer.state.global_step,
@@ -225,15 +231,17 @@ def react_config(hunt: dict[str, Any]) -> dict[str, Any]:
 def evaluate(agent: Agent, rows: list[dict[str, Any]], *, seed: int, repeats: int = 1) -> Heldout:
     """Play the rows once each with the policy as it is; the same seed draws the same noise."""
     if not rows:
-        return Heldout(float("nan"), float("nan"), {})
+        return Heldout(float("nan"), float("nan"), {}, 0, None)
     agent.seed = derive(seed, "heldout")
     cache: EnvironmentCache = {}
     played = collect(rows, cache, agent.tokenizer, agent, repeats)
     names = sorted({one.env for one in played.played})
     return Heldout(
         success=_success(played),
-        reward=float(np.nanmean(played.final_rewards)),
+        reward=float(np.nanmean(played.final_rewards)) if not np.isnan(played.final_rewards).all() else float("nan"),
         by_env={name: _success(played, name) for name in names},
+        failed=(failed := int(np.isnan(played.final_rewards).sum())),
+        cause=played.first_failure() if failed else None,
     )
 
 
