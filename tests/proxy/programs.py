@@ -63,6 +63,9 @@ class Program:
 
     @property
     def calls(self) -> list[Any]:
+        """The recorded calls, once the server knows of every reply that was read whether it was delivered."""
+        session = self.server._session(self.rollout_id)
+        until(lambda: not session._handlers)
         return list(self.rollout.calls.values())
 
     def request(

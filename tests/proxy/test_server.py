@@ -95,8 +95,8 @@ def test_the_async_sdk_runs_many_rollouts_at_once(program: MakeProgram) -> None:
 
     assert asyncio.run(everyone()) == [[f"{index}.{turn}!" for turn in range(3)] for index in range(16)]
     for one in there:
-        assert len(one.rollout.rows()) == 1
         assert all(call.delivered for call in one.calls)
+        assert len(one.rollout.rows()) == 1
 
 
 def test_a_stream_on_the_wire_is_events_and_ends_with_done(program: MakeProgram) -> None:
