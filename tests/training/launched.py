@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import parts
 import torch
+from accelerate import PartialState
 from worlds import Raising, Slow, Talk, Uneven, row
 
 from longrein.envs import task_dataset
@@ -59,9 +61,10 @@ def equal(folder: Path, processes: int) -> dict[str, Any]:
 
 def slow_then_raising(folder: Path, processes: int) -> None:
     """A trial that takes longer than a collective may, and then one that raises."""
+    PartialState(cpu=True, timeout=timedelta(seconds=8))  # on a CPU, transformers does not pass its `ddp_timeout` on
     collective.HEARTBEAT_SECONDS = 1.0
     tasks = [row(Slow, {"seconds": 12}, n=n) for n in range(3)]
-    trainer = parts.trainer(folder, tasks, **{**settings(processes), "max_steps": 1, "ddp_timeout": 8})
+    trainer = parts.trainer(folder, tasks, **{**settings(processes), "max_steps": 1})
     trainer.train()
     result = {"seconds": parts.logged(trainer, "time/rollout")[0], "steps": trainer.state.global_step}
     torch.save(result, folder / f"slow_{os.environ['RANK']}.pt")

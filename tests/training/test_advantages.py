@@ -64,6 +64,11 @@ def test_return_is_the_reward_still_to_come():
     assert advantages("return", halved).tolist() == [[0, 2.5, 2.5, 0, 3], [0, 2.5, 0, 1, 1]]
 
 
+def test_return_runs_through_every_later_turn():
+    three = batch([[0, 1, 0, 1, 0, 1]], [[0, 1, 0, 2, 0, 4]], [7], discount=0.5)
+    assert advantages("return", three).tolist() == [[0, 3, 0, 4, 0, 4]]
+
+
 def test_turn_compares_the_kth_turns_by_the_reward_still_to_come():
     first, second = np.array([4.0, 3.0]), np.array([3.0, 1.0])
     a, b = ((values - values.mean()) / (values.std(ddof=1) + 1e-4) for values in (first, second))

@@ -14,7 +14,7 @@ import torch
 from datasets import IterableDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig
-from worlds import Ask, Flat, Forking, Moody, Recording, Recording2, Talk, Vowels, row
+from worlds import Ask, Broken, Flat, Forking, Moody, Recording, Recording2, Talk, Vowels, row
 
 from longrein import Agent, GRPOEnvTrainer, LongreinError, Sampling
 from longrein.envs import TreasureHunt, task_dataset
@@ -394,6 +394,19 @@ def test_a_failed_rollout_weighs_zero_and_leaves_its_groups_baseline_alone(tmp_p
     assert "lost its sandbox" in caplog.text
     trainer.train()
     assert np.isfinite(parts.logged(trainer, "loss")[0])
+
+
+def test_a_failed_rollout_of_a_foreign_environment_weighs_zero_too(tmp_path):
+    rows = [row(Broken, n=1)]
+    trainer = parts.trainer(tmp_path, rows, num_generations=4, beta=0.1)
+    result = trainer._generate_and_score_completions(parts.repeated(rows, 4))
+    assert result["agent_token_mask"].sum(1).tolist() == [2, 0, 2, 2]
+    assert result["num_items_in_batch"] == 6
+    scored = np.array([1.0, 1.2, 1.3])
+    expected = (scored - scored.mean()) / (scored.std(ddof=1) + 1e-4)
+    assert result["advantages"][[0, 2, 3], 2].tolist() == pytest.approx(expected, abs=1e-4)
+    assert (result["advantages"][1] == 0).all()
+    assert trainer._last.metrics()["reward"] == pytest.approx(scored.mean())
 
 
 def test_a_batch_in_which_everything_failed_has_loss_zero_and_the_run_goes_on(tmp_path):

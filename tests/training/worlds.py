@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from longrein import Environment, Episode, Step
+from longrein import Environment, Episode, Rollout, Step
 from longrein.contract import Message
 from longrein.envs import EnvConfig, class_path
 
@@ -172,6 +172,16 @@ class Spoiled(Recording):
         elif wrong == "records":
             trial["rollouts"] = [None]
         return trial
+
+
+class Broken(Recording):
+    """Says in its records that its second rollout failed, with agent tokens and a reward that must not count."""
+
+    def spoil(self, trial: dict[str, Any]) -> dict[str, Any]:
+        records = [Rollout(id=str(index), reward=reward) for index, reward in enumerate(trial["final_rewards"])]
+        records[1].failed = "the sandbox died"
+        trial["padded_rewards"][1][-1] = float("nan")
+        return trial | {"rollouts": records}
 
 
 class Forking:
