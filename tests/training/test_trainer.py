@@ -502,3 +502,19 @@ def test_forked_rollouts_train(tmp_path):
     assert entry["branches"] == 3
     assert np.isfinite(entry["loss"])
     assert np.isfinite(entry["grad_norm"])
+
+
+def test_mixed_precision_samples_and_trains_alike(tmp_path):
+    trainer = parts.trainer(tmp_path, talks(4), bf16=True, per_device_train_batch_size=8, old_logps="recorded", max_steps=2)
+    gaps: list[float] = []
+    whole = trainer._compute_loss
+
+    def spy(model: Any, inputs: dict[str, Any]) -> Any:
+        logps = trainer._get_per_token_logps_and_entropies(model)[0].detach()
+        gaps.append(float(((logps - inputs["old_per_token_logps"]) * inputs["completion_mask"]).abs().max()))
+        return whole(model, inputs)
+
+    trainer._compute_loss = spy  # type: ignore[method-assign]
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert max(gaps) < 0.1, "the sampler's log-probabilities are the trainer's, to bfloat16's precision"
