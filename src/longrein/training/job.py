@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from transformers import PrinterCallback, TrainerCallback
 
+from longrein import __version__
 from longrein.agents import Agent
 from longrein.contract import LongreinError, Sampling
 from longrein.envs.datasets import checked_row, load_tasks, task_dataset
@@ -257,7 +258,7 @@ def _success(collected: Collected, env: str | None = None) -> float:
 def versions() -> dict[str, str]:
     from importlib.metadata import version
 
-    return {name: version(name) for name in ("longrein", "torch", "transformers", "trl", "renderers")}
+    return {"longrein": __version__} | {name: version(name) for name in ("torch", "transformers", "trl", "renderers")}
 
 
 class _Report(TrainerCallback):
