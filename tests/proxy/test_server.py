@@ -247,8 +247,11 @@ def test_a_rollouts_own_length_counts_too(program: MakeProgram) -> None:
 class Broken:
     policy_version = 0
 
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error or ConnectionError("the engine is away")
+
     async def sample(self, request: SampleRequest) -> Sampled:
-        raise ConnectionError("the engine is away")
+        raise self.error
 
     def close(self) -> None:
         pass
@@ -264,6 +267,12 @@ def test_an_engine_that_breaks_ends_one_rollout_and_says_why(program: MakeProgra
     assert there.say(user("hi")).status == 403
     assert not there.rollout.calls
     assert other.say(user("hi")).status == 200
+
+
+def test_an_engine_that_cancels_leaves_nobody_waiting(program: MakeProgram) -> None:
+    there = program(Broken(asyncio.CancelledError("shut down")))
+    assert there.say(user("hi")).status == 500
+    assert there.traffic.failure == "CancelledError: shut down"
 
 
 def test_a_conversation_the_template_refuses_is_the_programs_mistake(server: Any, rendering: Any) -> None:

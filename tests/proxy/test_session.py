@@ -242,6 +242,7 @@ def test_who_waits_for_a_request_wakes_when_there_will_be_none(pulled: MakeProgr
     assert waiting.result() is None
     assert call.result().status == 409
     assert there.server.next_request(there.rollout_id) is None
+    there.server.end(there.rollout_id)
     assert there.say(user("hi")).status == (401 if way == "close" else 409)
 
 

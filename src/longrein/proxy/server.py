@@ -22,6 +22,7 @@ from aiohttp import web
 
 from longrein.contract import Intercept, LongreinError, Message, Sampling
 from longrein.proxy import chat
+from longrein.proxy.auxiliary import mark_auxiliary
 from longrein.proxy.dialect import DialectError, ModelRequest
 from longrein.proxy.http import (
     MAX_BODY,
@@ -34,7 +35,7 @@ from longrein.proxy.http import (
     sse_event,
     write_through,
 )
-from longrein.proxy.session import MAX_UNKNOWN_ROUTES, CallLimits, Exchange, Session, Traffic, mark_auxiliary
+from longrein.proxy.session import MAX_UNKNOWN_ROUTES, CallLimits, Exchange, Session, Traffic
 from longrein.recorder import Recorder
 from longrein.rendering import Rendering
 
@@ -202,10 +203,7 @@ class InterceptionServer:
     def next_request(self, rollout_id: str) -> Intercept | None:
         """The rollout's next model call; waits for it. None once there will be none: it ended, hit a limit or was closed."""
         self._check_thread("next_request")
-        with self._lock:
-            if rollout_id in self._closed:
-                return None
-        return self._session(rollout_id).next_request()
+        return None if self._was_closed(rollout_id) else self._session(rollout_id).next_request()
 
     def deliver(self, rollout_id: str, intercept: Intercept, completion: str | Message) -> None:
         """Answer a call: text in the model's own format, or an assistant message.
@@ -222,7 +220,8 @@ class InterceptionServer:
     def end(self, rollout_id: str) -> None:
         """The program has ended: whoever waits for its calls wakes, and calls that still wait get an error."""
         self._check_thread("end")
-        self._session(rollout_id).end()
+        if not self._was_closed(rollout_id):
+            self._session(rollout_id).end()
 
     def seal(self, rollout_id: str) -> None:
         """The rollout is verified: its record does not change any more, whatever still comes."""
@@ -258,6 +257,10 @@ class InterceptionServer:
         if session is None:
             raise LongreinError(f"rollout {rollout_id!r} is not open on this server; call `open` first")
         return session
+
+    def _was_closed(self, rollout_id: str) -> bool:
+        with self._lock:
+            return rollout_id in self._closed
 
     def _running(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:

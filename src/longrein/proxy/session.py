@@ -228,20 +228,23 @@ class Session:
     # The direct way
 
     async def _sample(self, exchange: Exchange, request: ModelRequest, recorder: Recorder) -> None:
+        """Settle a call's answer, whatever happens: a program waits for it."""
         try:
-            call = await recorder.call(
-                self.rollout_id,
-                request.messages,
-                request.tools,
-                self._allowed(request),
-                turn=exchange.turn,
-                max_length=self.max_length,
-                delivered=False,
-                stop=request.stop,
-            )
-        except Exception as error:
+            _settle(exchange.answer, await self._answered(exchange, request, recorder))
+        except (Exception, asyncio.CancelledError) as error:
             _settle(exchange.answer, _over() if self.ended else self._told(error))
-            return
+
+    async def _answered(self, exchange: Exchange, request: ModelRequest, recorder: Recorder) -> Answer:
+        call = await recorder.call(
+            self.rollout_id,
+            request.messages,
+            request.tools,
+            self._allowed(request),
+            turn=exchange.turn,
+            max_length=self.max_length,
+            delivered=False,
+            stop=request.stop,
+        )
         assert self.rollout is not None
         exchange.call_id = call.id
         self._by_call[call.id] = exchange
@@ -251,7 +254,7 @@ class Session:
         budget = self.limits.max_tokens
         if budget is not None and self.traffic.tokens >= budget and call.finish_reason == "length":
             self._ran_into("tokens")
-        _settle(exchange.answer, answer_of(call, self.rollout, recorder.rendering.decode, logprobs=request.logprobs))
+        return answer_of(call, self.rollout, recorder.rendering.decode, logprobs=request.logprobs)
 
     def _allowed(self, request: ModelRequest) -> Sampling:
         """The run's sampling; a program can only ask for less, and the budget leaves what it leaves."""
@@ -259,7 +262,7 @@ class Session:
         bounds = [bound for bound in (self.sampling.max_tokens, request.max_tokens, left) if bound is not None]
         return replace(self.sampling, max_tokens=min(bounds, default=None))
 
-    def _told(self, error: Exception) -> DialectError:
+    def _told(self, error: BaseException) -> DialectError:
         """The error as the program hears it."""
         if isinstance(error, DialectError):
             return error
@@ -337,9 +340,15 @@ class Session:
             self._waiting.clear()
             self._unanswered.clear()
             self._pulled.notify_all()
-        asyncio.run_coroutine_threadsafe(self._wind_up(), self._loop).result()
+        done = threading.Event()
+        if self._loop.is_closed():  # the server has stopped: nobody is being answered
+            return
+        with contextlib.suppress(RuntimeError):  # or stops right now
+            asyncio.run_coroutine_threadsafe(self._wind_up(done), self._loop)
+            while not done.wait(timeout=1) and not self._loop.is_closed():
+                pass
 
-    async def _wind_up(self) -> None:
+    async def _wind_up(self, done: threading.Event) -> None:
         for exchange in (e for alike in self._exchanges.values() for e in alike):
             if exchange.sampling is not None:
                 exchange.sampling.cancel()
@@ -347,34 +356,13 @@ class Session:
         # The last reply may have reached the program, and the program may have ended, before we were told that it was sent.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._quiet.wait(), GRACE_SECONDS)
+        done.set()
 
     def snapshot(self) -> Traffic:
         traffic = self.traffic
         exchanges = [e for alike in list(self._exchanges.values()) for e in list(alike)]
         lost = sorted(e.turn for e in exchanges if e.answer.done() and not e.failed and e.abandoned)
         return replace(traffic, unknown_routes=list(traffic.unknown_routes), asked=list(traffic.asked), undelivered=lost)
-
-
-def mark_auxiliary(rollout: Rollout) -> list[str]:
-    """Exclude side calls (a title, a summary for the screen) from training; gives their ids.
-
-    They are the conversations without tools whose system prompt is not that of the first conversation with tools. A title may
-    be asked for before the task is: this is known only at the end.
-    """
-    main = next((rollout.path(call.id)[0] for call in rollout.calls.values() if call.tools), None)
-    if main is None:
-        return []
-    marked = []
-    for call in list(rollout.calls.values()):
-        root = rollout.path(call.id)[0]
-        if not root.tools and _system(root.messages) != _system(main.messages) and call.excluded is None:
-            rollout.update(call.id, excluded="auxiliary")
-            marked.append(call.id)
-    return marked
-
-
-def _system(messages: tuple[Message, ...]) -> list[str]:
-    return [canonical({**m, "role": "system"}) for m in messages if m.get("role") in ("system", "developer")]
 
 
 def _over() -> DialectError:
