@@ -13,7 +13,8 @@ from datasets import Dataset, IterableDataset
 from worlds import Ask, NotAnEnvironment, Picky, Recording, Spoiled, Talk, row
 
 from longrein import Agent, GRPOEnvConfig, LongreinError, Sampling
-from longrein.envs import EnvConfigError, TreasureHunt, task_dataset
+from longrein.envs import EnvConfigError, TreasureHunt, load_tasks, task_dataset
+from longrein.envs.datasets import checked_row
 from longrein.training.checks import ARGUMENTS, check_engine
 from longrein.training.config import REFUSED
 
@@ -183,6 +184,26 @@ def test_plain_dict_columns_where_merging_changed_nothing_are_read(tmp_path):
     rows = [row(Recording, {"a": 1}, n=n, words=["x", "y"]) for n in (1, 2)]
     parts.trainer(tmp_path, Dataset.from_list(rows)).train()
     assert Recording.trials[0][1:3] == ({"a": 1}, [{"n": 1, "words": ["x", "y"]}, {"n": 2, "words": ["x", "y"]}])
+
+
+def test_numbers_keep_their_digits():
+    task = {"third": 1 / 3, "small": 1e-9 / 3, "large": 2**70, "exact": 0.1}
+    (kept,) = task_dataset([row(Recording, **task)])
+    kept = checked_row(kept, 0)["task_data"]
+    assert kept == pytest.approx(task, rel=1e-11, abs=0)
+    assert kept["large"] == 2**70
+
+
+def test_what_json_cannot_say_is_refused():
+    with pytest.raises(LongreinError, match="row 0: task_data cannot be written as JSON .*set is not JSON serializable"):
+        task_dataset([row(Recording, seen={1})])
+
+
+def test_a_folder_or_file_that_cannot_be_read(tmp_path):
+    (tmp_path / "broken.parquet").write_text("not parquet")
+    for source in (tmp_path, tmp_path / "broken.parquet"):
+        with pytest.raises(LongreinError, match=f"'{source}' cannot be read: "):
+            load_tasks(str(source))
 
 
 # ---- tokenizer, agent and model

@@ -1,7 +1,7 @@
 """Datasets of tasks: rows `{env_class_path, env_config, task_data}`, whatever the dicts hold.
 
 `datasets` merges dict columns over all rows (`{"a": 1}` and `{"b": 2}` both come back with `a` and `b`), so the two dict
-columns are stored as JSON and come back exactly as they went in.
+columns are stored as JSON and come back as they went in (floats to eleven digits, which is how `datasets` reads them).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ COLUMNS = ("env_class_path", "env_config", "task_data")
 
 
 def task_dataset(rows: Iterable[dict[str, Any]]) -> Dataset:
-    """A `datasets.Dataset` of the given rows, each dict exactly as given.
+    """A `datasets.Dataset` of the given rows, each dict as given.
 
     >>> rows = [{"env_class_path": "longrein.envs.TreasureHunt", "env_config": {}, "task_data": {"seed": 1}}]
     >>> task_dataset(rows)[0]["task_data"]
@@ -30,7 +30,12 @@ def task_dataset(rows: Iterable[dict[str, Any]]) -> Dataset:
 
     rows = [checked_row(row, index) for index, row in enumerate(rows)]
     features = Features(env_class_path=Value("string"), env_config=Json(), task_data=Json())
-    return Dataset.from_dict({column: [row[column] for row in rows] for column in COLUMNS}, features=features)
+    # as text: given dicts, `datasets` would write them itself and round every number to ten decimals
+    columns = {
+        column: [_as_json(row[column], column, index) for index, row in enumerate(rows)]
+        for column in ("env_config", "task_data")
+    }
+    return Dataset.from_dict({"env_class_path": [row["env_class_path"] for row in rows], **columns}, features=features)
 
 
 def load_tasks(source: str, *, env_class_path: str | None = None, env_config: dict[str, Any] | None = None) -> Dataset:
@@ -45,10 +50,11 @@ def load_tasks(source: str, *, env_class_path: str | None = None, env_config: di
         with path.open() as lines:
             rows = [_json_line(line, number, source) for number, line in enumerate(lines, 1) if line.strip()]
     else:
-        if path.suffix == ".parquet" and path.is_file():
-            loaded = Dataset.from_parquet(str(path))
-        elif path.is_dir():
-            loaded = load_from_disk(str(path))
+        if (path.suffix == ".parquet" and path.is_file()) or path.is_dir():
+            try:
+                loaded = load_from_disk(str(path)) if path.is_dir() else Dataset.from_parquet(str(path))
+            except Exception as error:  # of `datasets` or of pyarrow, by what is wrong with the file
+                raise LongreinError(f"{source!r} cannot be read: {type(error).__name__}: {error}") from error
         elif path.suffix in (".jsonl", ".json", ".ndjson", ".parquet"):
             raise LongreinError(f"there is no file {source!r}")
         else:
@@ -134,6 +140,13 @@ def _as_dict(value: Any, column: str, index: int) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise LongreinError(f"row {index}: {column} is {value!r}; it must be a dict (or a JSON string of one)")
     return value
+
+
+def _as_json(value: dict[str, Any], column: str, index: int) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise LongreinError(f"row {index}: {column} cannot be written as JSON ({error}): {value!r}") from None
 
 
 def _json_line(line: str, number: int, source: str) -> dict[str, Any]:
