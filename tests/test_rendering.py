@@ -93,7 +93,7 @@ END = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     [
         "{% for m in messages[-2:] %}" + CHATML + "{% endfor %}" + END,
         "{{ messages | length }}{% for m in messages %}" + CHATML + "{% endfor %}" + END,
-        "{% for m in messages %}{{ loop.index }}" + CHATML + "{% endfor %}" + END,
+        "{% for m in messages %}{% if m.role == 'user' %}{{ loop.index }}{% endif %}" + CHATML + "{% endfor %}" + END,
         "{% for m in messages %}{% if m.role == 'user' or loop.last %}" + CHATML + "{% endif %}{% endfor %}" + END,
         "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}{{ 'assistant: ' }}",
         "{% for m in messages %}" + CHATML + "{% endfor %}" + END + "{% if add_generation_prompt %}<think>\n{% endif %}",

@@ -288,15 +288,13 @@ class TemplateRendering(_Replies):
         if not self._kept[bool(system), bool(tools)]:
             return None
         # A template may look at the system message and the reply's tool calls, never at words: those are replaced.
-        asked = [*system, _user("hi")]
-        answered = [*asked, {**reply, "role": "assistant", "content": self._MARK, "reasoning_content": None}]
+        answered = [*system, _user("hi"), {**reply, "role": "assistant", "content": self._MARK, "reasoning_content": None}]
         try:
-            opening = self._text(asked, tools, generation=True)
             short = self._text(answered, tools)
             long = self._text([*answered, *_named_results(reply, new_messages)], tools, generation=True)
         except LongreinError:  # a turn the template does not know: `prompt` refuses it in words
             return None
-        if not (long.startswith(opening) and long.startswith(short) and short.endswith(self._after_close)):
+        if not (long.startswith(short) and short.endswith(self._after_close)):
             return None
         return self._encode(self._after_close + long[len(short) :])
 

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,18 @@ def test_truncation_is_what_its_definitions_say(logits: list[float], top_k: int,
         assert finite[token] == pytest.approx(np.log(mass), abs=1e-4)
 
 
+@pytest.mark.parametrize("noise", [0.0, 1 - 2**-53])
+def test_the_ends_of_the_noise_draw_kept_tokens_too(
+    random_model: Model, monkeypatch: pytest.MonkeyPatch, noise: float
+) -> None:
+    monkeypatch.setattr(engines, "uniforms", lambda seeds, positions: np.full(len(seeds), noise))
+    for seed in range(5):
+        with closing(TransformersEngine(random_model(VOCABULARY, seed))) as engine:
+            (reply,) = sample(engine, request(top_k=3, max_tokens=30))
+        assert reply.sampler_logprobs is not None
+        assert np.isfinite(reply.sampler_logprobs).all()
+
+
 def absolute_model() -> Any:
     """A model whose positions are absolute: padding that shifted them would show."""
     with torch.random.fork_rng(devices=[]):
@@ -127,28 +140,40 @@ def absolute_model() -> Any:
         return GPT2LMHeadModel(config).eval()
 
 
+REQUESTS = st.builds(
+    request,
+    prompt=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=40),
+    seed=st.integers(0, 2**64 - 1),
+    stop_ids=st.sampled_from([(), (5, 6, 7)]),
+    max_tokens=st.integers(1, 16),
+    temperature=st.sampled_from([0.0, 0.7, 1.0]),
+    top_p=st.sampled_from([0.8, 1.0]),
+)
+
+
 @pytest.mark.parametrize("positions", ["rotary", "absolute"])
 @settings(max_examples=20)
-@given(data=st.data())
-def test_a_reply_is_the_same_alone_and_in_any_batch(positions: str, random_model: Model, data: st.DataObject) -> None:
-    engine = TransformersEngine(random_model(VOCABULARY) if positions == "rotary" else absolute_model())
-    one = st.builds(
-        request,
-        prompt=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=40),
-        seed=st.integers(0, 2**64 - 1),
-        stop_ids=st.sampled_from([(), (5, 6, 7)]),
-        max_tokens=st.integers(1, 16),
-        temperature=st.sampled_from([0.0, 0.7, 1.0]),
-        top_p=st.sampled_from([0.8, 1.0]),
-    )
-    requests = data.draw(st.lists(one, min_size=2, max_size=6))
-    together = sample(engine, *requests)
-    for asked, reply in zip(requests, together, strict=True):
-        (alone,) = sample(engine, asked)
-        assert (alone.ids, alone.finish_reason) == (reply.ids, reply.finish_reason)
-        assert alone.logprobs == pytest.approx(reply.logprobs, abs=1e-5)
-        assert (alone.sampler_logprobs or []) == pytest.approx(reply.sampler_logprobs or [], abs=1e-5)
-    engine.close()
+@given(requests=st.lists(REQUESTS, min_size=2, max_size=6))
+def test_a_reply_is_the_same_alone_and_in_any_batch(
+    positions: str, random_model: Model, requests: list[SampleRequest]
+) -> None:
+    # In float64 no draw falls so near to the border of two tokens that the last bits decide.
+    model = (random_model(VOCABULARY) if positions == "rotary" else absolute_model()).double()
+    with closing(TransformersEngine(model)) as engine:
+        for asked, reply in zip(requests, sample(engine, *requests), strict=True):
+            (alone,) = sample(engine, asked)
+            assert (alone.ids, alone.finish_reason) == (reply.ids, reply.finish_reason)
+            assert alone.logprobs == pytest.approx(reply.logprobs, abs=1e-5)
+            assert (alone.sampler_logprobs or []) == pytest.approx(reply.sampler_logprobs or [], abs=1e-5)
+
+
+def test_in_float32_a_batch_changes_the_last_bits_only(engine: TransformersEngine) -> None:
+    requests = [request(range(1, 2 + seed % 30), seed=seed, max_tokens=20) for seed in range(60)]
+    together, alone = sample(engine, *requests), [sample(engine, asked)[0] for asked in requests]
+    alike = [pair for pair in zip(together, alone, strict=True) if pair[0].ids == pair[1].ids]
+    assert len(alike) >= 58  # a draw between two tokens' borders goes either way about once in 100,000 tokens
+    for one, other in alike:
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
 def test_a_reply_ends_at_a_stop_or_at_its_limit(engine: TransformersEngine) -> None:
@@ -315,19 +340,22 @@ def test_closing_refuses_who_waits_and_who_comes_later(engine: TransformersEngin
         cancelled, waiting = (asyncio.create_task(engine.sample(request(seed=2))) for _ in range(2))
         await asyncio.sleep(0.01)
         cancelled.cancel()
-        closing = asyncio.create_task(asyncio.to_thread(engine.close))
-        await asyncio.sleep(0.01)
+        worker = engine._worker
+        ending = asyncio.create_task(asyncio.to_thread(engine.close))
+        while not engine._closed:
+            await asyncio.sleep(0.001)
         held.go.set()
         assert len((await running).ids) == 8
         with pytest.raises(LongreinError, match="closed before this request was sampled"):
             await waiting
-        await closing
+        await ending
+        assert worker is not None
+        assert not worker.is_alive()
         with pytest.raises(LongreinError, match="this engine is closed"):
             await engine.sample(request())
 
     asyncio.run(scenario())
     engine.close()  # a second time does nothing
-    assert not any(thread.name == "longrein-engine" for thread in threading.enumerate())
 
 
 def test_an_error_in_the_model_reaches_everyone_who_waits_and_the_engine_goes_on(engine: TransformersEngine) -> None:
