@@ -171,7 +171,7 @@ def test_in_float32_a_batch_changes_the_last_bits_only(engine: TransformersEngin
     requests = [request(range(1, 2 + seed % 30), seed=seed, max_tokens=20) for seed in range(60)]
     together, alone = sample(engine, *requests), [sample(engine, asked)[0] for asked in requests]
     alike = [pair for pair in zip(together, alone, strict=True) if pair[0].ids == pair[1].ids]
-    assert len(alike) >= 58  # a draw between two tokens' borders goes either way about once in 100,000 tokens
+    assert len(alike) >= 58  # a draw at the border of two tokens may go either way
     for one, other in alike:
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 

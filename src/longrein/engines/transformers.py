@@ -2,8 +2,8 @@
 
 Always true: a reply is a function of its request and the weights. Its noise is keyed by the request's seed and the position
 in the reply, drawn by inverse CDF, so the batch around it changes the last bits of its log-probabilities, and its tokens only
-where a draw falls that near to the border of two tokens (about once in 100,000 draws in float32). Nothing is kept between
-batches, so weights may change whenever no batch is running.
+where a draw falls that near to the border of two tokens. Nothing is kept between batches, so weights may change whenever no
+batch is running.
 
 A first, plain form: a batch is prefilled with left padding and decoded in step; requests that come meanwhile form the next.
 """
