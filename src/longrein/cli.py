@@ -32,6 +32,8 @@ def common(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks and everything that is logged.")] = False,
 ) -> None:
     """Train language-model agents by reinforcement learning, in environments and in agent programs."""
+    # Threads that wait for work sleep rather than spin: harness programs need the cores too. Set before torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     logging.basicConfig(level=logging.INFO if debug else logging.ERROR, format="%(name)s: %(message)s")
     if not debug:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -178,6 +178,9 @@ class _Batch:
     def __init__(self, model: PreTrainedModel, requests: Sequence[SampleRequest], version: int, context: int | None) -> None:
         self.model, self.requests, self.version = model, requests, version
         self.device = model.device
+        # A mixture of experts would compute its auxiliary loss, over a mask that the cache makes too long.
+        routed = hasattr(model.config.get_text_config(), "output_router_logits")
+        self.model_kwargs: dict[str, Any] = {"output_router_logits": False} if routed else {}
         self.limits = [
             min(request.sampling.max_tokens or math.inf, (context or math.inf) - len(request.prompt_ids))
             for request in requests
@@ -199,6 +202,7 @@ class _Batch:
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=1,
+                **self.model_kwargs,
             )
             drawn = self._draw(output.logits[:, -1], rows)
             self._append(rows, drawn)

@@ -39,9 +39,9 @@ SPECIAL_TOKENS = (
     "<tool_response>", "</tool_response>",
 )  # fmt: skip
 VOCABULARY = 1024
-FOLLOWS_NOTE = 0.75
+FOLLOWS_NOTE = 0.8
 """How often the careless demonstrator looks where the note says, rather than anywhere."""
-PATIENCE = 0.85
+PATIENCE = 0.9
 """How often it goes on looking, rather than answering before it saw the coin."""
 
 
@@ -50,7 +50,7 @@ class Demonstration(NamedTuple):
     agent_mask: list[bool]
 
 
-def build(folder: Path, *, seed: int = 0, steps: int = 240, batch_size: int = 16) -> None:
+def build(folder: Path, *, seed: int = 0, steps: int = 320, batch_size: int = 16) -> None:
     """Make the tokenizer and the warm-started model, and save both into `folder`."""
     torch.manual_seed(seed)
     rng = random.Random(f"tiny-{seed}")
