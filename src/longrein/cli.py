@@ -53,11 +53,11 @@ def train(
             help="JSONL or parquet file, folder saved by `datasets`, or hub name. Unsaid: the environment's own tasks."
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 60,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 44,
     tasks_per_step: Annotated[int, typer.Option(min=1, help="Tasks in a step.")] = 8,
     num_generations: Annotated[int, typer.Option(min=2, help="Rollouts of each task.")] = 8,
     micro_batch: Annotated[int, typer.Option(min=1, help="Rollouts in a forward and backward pass.")] = 64,
-    learning_rate: Annotated[float | None, typer.Option(help="Unsaid: 5e-4 for the small policy, 1e-6 for others.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Unsaid: 3e-4 for the small policy, 1e-6 for others.")] = None,
     beta: Annotated[float, typer.Option(min=0, help="Weight of the KL divergence from the starting policy.")] = 0.0,
     loss_type: Annotated[str, typer.Option(help="TRL's name of the loss.")] = "dapo",
     advantages: Annotated[str, typer.Option(help="rewards, group, turn, return or leave_one_out.")] = "group",
@@ -96,7 +96,7 @@ def train(
             tasks_per_step=tasks_per_step,
             num_generations=num_generations,
             micro_batch=micro_batch,
-            learning_rate=learning_rate if learning_rate is not None else 5e-4 if small else 1e-6,
+            learning_rate=learning_rate if learning_rate is not None else 3e-4 if small else 1e-6,
             beta=beta,
             loss_type=loss_type,
             advantages=cast(Any, advantages),  # an unknown name is refused by the trainer's configuration

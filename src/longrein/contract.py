@@ -92,6 +92,10 @@ class Engine(Protocol):
 
     async def sample(self, request: SampleRequest) -> Sampled: ...
 
+    def cancel(self) -> None:
+        """Refuse what waits and what runs; later requests are served again."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -142,6 +146,19 @@ class AgentSession(Protocol):
     def verify(self) -> Verdict: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class CarefulSession(AgentSession, Protocol):
+    """A session that can also refuse a call, and that knows which replies its program never got."""
+
+    def refuse(self, intercept: Intercept, error: Exception) -> None:
+        """Answer a call with an error (an overlong prompt, say) and let the program go on."""
+        ...
+
+    def undelivered(self) -> list[str]:
+        """The `request_id`s of the calls whose reply was lost on its way."""
+        ...
 
 
 @runtime_checkable

@@ -358,6 +358,24 @@ def test_closing_refuses_who_waits_and_who_comes_later(engine: TransformersEngin
     engine.close()  # a second time does nothing
 
 
+def test_cancelling_refuses_what_runs_and_what_waits_and_later_requests_are_served(engine: TransformersEngine) -> None:
+    held = Held(engine)
+
+    async def scenario() -> None:
+        running = asyncio.create_task(engine.sample(request(seed=1)))
+        await asyncio.to_thread(held.entered.wait)
+        waiting = asyncio.create_task(engine.sample(request(seed=2)))
+        await asyncio.sleep(0.01)
+        engine.cancel()
+        held.go.set()
+        for refused in (running, waiting):
+            with pytest.raises(LongreinError, match="told to cancel"):
+                await refused
+        assert len((await engine.sample(request(seed=3))).ids) == 8
+
+    asyncio.run(scenario())
+
+
 def test_an_error_in_the_model_reaches_everyone_who_waits_and_the_engine_goes_on(engine: TransformersEngine) -> None:
     broken = engine.model.register_forward_pre_hook(fail)
 

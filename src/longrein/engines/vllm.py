@@ -55,8 +55,11 @@ class VLLMEngine:
         stopped = bool(ids) and ids[-1] in request.stop_ids
         return Sampled(ids, logprobs, "stop" if stopped else "length", version)
 
+    def cancel(self) -> None:
+        """Requests end with the tasks that await them."""
+
     def close(self) -> None:
-        pass
+        """Nothing to let go of: every call has a connection of its own."""
 
     async def _post(self, path: str, body: dict[str, Any]) -> Any:
         # A session of its own for each call: requests come from many event loops, and a session belongs to one.

@@ -84,6 +84,14 @@ class ProcessSession:
         reply: Message = {"role": "assistant", "content": completion_text} if text else dict(completion_text)
         self._pulled = [*intercept["messages"], reply]
 
+    def refuse(self, intercept: Intercept, error: Exception) -> None:
+        """Answer a call with an error; an overlong prompt is told in the provider's words, so that programs compact."""
+        self._server.refuse(self.rollout_id, intercept, error)
+
+    def undelivered(self) -> list[str]:
+        """The calls whose reply the program never got, by `request_id`."""
+        return [f"{self.rollout_id}/{turn}" for turn in self._server.traffic(self.rollout_id).undelivered]
+
     def wait(self) -> Outcome:
         """Until the program has ended; what it left."""
         self._program.ended.result()

@@ -46,7 +46,7 @@ class Settings:
     env_config: dict[str, Any] = field(default_factory=dict)
     tasks: str | None = None
     """A JSONL or parquet file, a folder saved by `datasets`, or a hub name; unsaid, the environment makes its own."""
-    steps: int = 60
+    steps: int = 44
     tasks_per_step: int = 8
     num_generations: int = 8
     micro_batch: int = 64
@@ -140,8 +140,9 @@ def make_trainer(settings: Settings, agent: Agent, rows: Any, folder: Path) -> G
         num_generations=settings.num_generations,
         max_steps=settings.steps,
         learning_rate=settings.learning_rate,
-        lr_scheduler_type="constant_with_warmup",
+        lr_scheduler_type="linear",
         warmup_steps=min(5, settings.steps // 10),
+        max_grad_norm=0.3,  # one update a batch has no clipped ratio to hold it: a rare bad batch must not undo the policy
         beta=settings.beta,
         loss_type=settings.loss_type,
         advantages=settings.advantages,

@@ -125,7 +125,6 @@ class GRPOEnvTrainer(GRPOTrainer):
         self._eval_name = ""
         self._failed_batches = {"train": 0, "eval": 0}
         self._rollout_seconds = 0.0
-        self._last: Collected | None = None
 
     @property
     def _textual_logs(self) -> dict[str, Any]:
@@ -207,7 +206,6 @@ class GRPOEnvTrainer(GRPOTrainer):
         if self.args.mask_truncated_completions:  # they count in their group's mean, and are not trained
             for name in ("padded_agent_mask", "advantages"):
                 arrays[name][collected.truncated[arrays["row_rollout"]]] = 0
-        self._last = collected
         return arrays, metrics
 
     def _fresh_tasks(self, count: int, attempt: int) -> list[dict[str, Any]]:

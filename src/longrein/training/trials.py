@@ -11,13 +11,14 @@ import importlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from longrein.agents import Agent
 from longrein.contract import LongreinError, Message
 from longrein.envs.datasets import checked_row
 from longrein.rollout import Rollout
@@ -171,7 +172,14 @@ def collect(
         results = [play(key) for key in groups]  # in this thread, so that Ctrl-C reaches it
     else:
         with ThreadPoolExecutor(len(groups), thread_name_prefix="longrein-trial") as pool:
-            results = list(pool.map(play, groups))
+            futures = [pool.submit(play, key) for key in groups]
+            try:
+                results = [future.result() for future in futures]
+            except BaseException:  # Ctrl-C too: the other trials end with their next call, not with their last
+                while wait(futures, timeout=0.05).not_done:
+                    if isinstance(agent, Agent):
+                        agent.engine.cancel()
+                raise
     played: list[Played | None] = [None] * (len(tasks) * generations)
     for indices, result in zip(groups.values(), results, strict=True):
         for position, index in enumerate(indices):

@@ -15,7 +15,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,10 +24,18 @@ import torch
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from longrein.agents import Agent
-from longrein.contract import AgentSessionFactory, GenerateAPI, LongreinError, RolloutMessages, Sampling
+from longrein.contract import (
+    AgentSession,
+    AgentSessionFactory,
+    CarefulSession,
+    GenerateAPI,
+    LongreinError,
+    RolloutMessages,
+    Sampling,
+)
 from longrein.engines.transformers import TransformersEngine
 from longrein.noise import derive
-from longrein.recorder import Recorder
+from longrein.recorder import ContextLengthError, Recorder
 from longrein.rollout import Branch, Rollout, padded
 from longrein.training.advantages import AdvantageName, Batch, advantages, turns_of
 
@@ -176,7 +184,7 @@ class HarnessRolloutWorker:
                 self._sessions.add(session)
             if self._stopping.is_set():
                 raise LongreinError("the worker was stopped")
-            told = play_session(session, self.recorder, rollout_id, self.agent.sampling)
+            told = play_session(session, self.recorder, rollout_id, self.agent.sampling, lose=self._lose)
             rollout.reward = told.reward
             rollout.success = None if told.reward is None else told.reward >= 1
         except Exception as error:
@@ -190,6 +198,10 @@ class HarnessRolloutWorker:
                     self._sessions.discard(session)
             self.recorder.finish(rollout_id)
         return rollout
+
+    def _lose(self, rollout_id: str, turn: int) -> None:
+        call = self.recorder.recorded(rollout_id, turn)
+        self.recorder.rollout(rollout_id).update(call.id, delivered=False)
 
     # ---- from rollouts to samples
 
@@ -216,16 +228,35 @@ class HarnessRolloutWorker:
             return
 
 
-def play_session(session: Any, api: GenerateAPI, rollout_id: str, sampling: Sampling) -> RolloutMessages:
-    """The seed's loop: answer a session's model calls until its program ends, then have the environment score it."""
+def play_session(
+    session: AgentSession,
+    api: GenerateAPI,
+    rollout_id: str,
+    sampling: Sampling,
+    lose: Callable[[str, int], None] = lambda rollout_id, turn: None,
+) -> RolloutMessages:
+    """The seed's loop: answer a session's model calls until its program ends, then have the environment score it.
+
+    `lose` is told of each turn whose reply the program never got, where the session knows.
+    """
     messages: list[Any] = []
-    turn = 0
+    turns: dict[str, int] = {}
     while (intercept := session.next_request()) is not None:
-        text = api.generate(rollout_id, turn, intercept["messages"], intercept["tools"], sampling)
+        try:
+            text = api.generate(rollout_id, len(turns), intercept["messages"], intercept["tools"], sampling)
+        except ContextLengthError as error:
+            if not isinstance(session, CarefulSession):
+                break  # the policy can read no more: what the program has is what is scored
+            session.refuse(intercept, error)
+            continue
+        turns[intercept["request_id"]] = len(turns)
         session.deliver(intercept, text)
         messages = [*intercept["messages"], {"role": "assistant", "content": text}]
-        turn += 1
     verdict = session.verify()
+    if isinstance(session, CarefulSession):
+        for request_id in session.undelivered():
+            if request_id in turns:
+                lose(rollout_id, turns[request_id])
     return RolloutMessages(rollout_id, messages, verdict.env_reward)
 
 
