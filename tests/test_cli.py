@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,31 @@ def test_the_trained_model_loads(run: Any) -> None:
     assert AutoTokenizer.from_pretrained(model).chat_template
 
 
+def test_ctrl_c_saves_and_says_how_to_go_on(folder: Any, tmp_path: Path) -> None:
+    flags = ["--steps", "30", "--tasks-per-step", "2", "--num-generations", "4", "--heldout", "8", "--micro-batch", "8"]
+    command = [sys.executable, "-u", "-c", "from longrein.cli import main; main()", "train", "--model", str(folder("tiny"))]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [*command, *flags, "--program-share", "0.5", "--out", "run"],
+        cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step 2"):
+                process.send_signal(signal.SIGINT)
+                break
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 130, told
+    assert "stopped; go on with: longrein train --resume run" in told
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    (tmp_path / "run/config.json").write_text(json.dumps({**config, "steps": 5}))
+    result = longrein("train", "--resume", "run", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == 5
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(set(steps))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -66,6 +92,7 @@ def test_the_trained_model_loads(run: Any) -> None:
         (["--env-config", '{"max_turn": 1}'], "has no setting 'max_turn'. Did you mean 'max_turns'?"),
         (["--tasks", "nowhere.jsonl"], "there is no file 'nowhere.jsonl'"),
         (["--micro-batch", "5", "--tasks-per-step", "2"], "which 5 (micro_batch) does not divide"),
+        (["--model", "/nowhere"], "the model '/nowhere' cannot be loaded: it must be a folder"),
         (["--advantages", "best"], "advantages is 'best'; it must be one of"),
     ],
 )

@@ -56,8 +56,15 @@ class Agent:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype or torch.float32)
-        return cls(model, AutoTokenizer.from_pretrained(name_or_path), **kwargs)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype or torch.float32)
+            tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+        except (OSError, ValueError) as error:
+            raise LongreinError(
+                f"the model {str(name_or_path)!r} cannot be loaded: it must be a folder that `save_pretrained` wrote, or a "
+                f"causal model's name on the hub ({error})"
+            ) from error
+        return cls(model, tokenizer, **kwargs)
 
     @property
     def context_length(self) -> int | None:

@@ -70,6 +70,7 @@ def train(
     seed: Annotated[int, typer.Option(help="Seed of tasks, order and sampling.")] = 0,
     report_to: Annotated[list[str] | None, typer.Option(help="TRL's trackers: trackio, wandb, tensorboard.")] = None,
     out: Annotated[Path | None, typer.Option(help="The run folder. Unsaid: a new one under runs/.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with a run that was stopped, with the settings it had.")] = None,
     smoke: Annotated[
         bool, typer.Option("--smoke", help="A short run with text actions, to see that a model trains.")
     ] = False,
@@ -109,8 +110,13 @@ def train(
         )
         if smoke:
             settings = _smoke(settings)
-        folder = out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-seed{seed}"
-        summary = run(settings, folder, progress=display.event)
+        if resume is not None:
+            settings = _settings_of(resume)
+        folder = resume or out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-seed{seed}"
+        try:
+            summary = run(settings, folder, progress=display.event)
+        except KeyboardInterrupt:
+            raise typer.Exit(_say_how_to_go_on(folder)) from None
         _point_latest(folder)
         display.summary(summary, folder)
 
@@ -119,27 +125,13 @@ def main() -> None:
     """The `longrein` command: errors in one sentence, `--debug` for the traceback."""
     debug = "--debug" in sys.argv
     try:
-        app(standalone_mode=False)
-    except KeyboardInterrupt:
-        print(
-            "\nlongrein: stopped. The run folder keeps its metrics and the last weights (`checkpoints/`).", file=sys.stderr
-        )
-        sys.exit(130)
-    except typer.Exit as error:
-        sys.exit(error.exit_code)
-    except typer.Abort:
-        sys.exit(130)
+        app()
     except LongreinError as error:
         if debug:
             raise
         print(f"longrein: {error}", file=sys.stderr)
         sys.exit(2)
     except Exception as error:
-        import click
-
-        if isinstance(error, click.ClickException):
-            error.show()
-            sys.exit(error.exit_code)
         if debug:
             raise
         print(f"longrein: {type(error).__name__}: {error} (run with --debug for the traceback)", file=sys.stderr)
@@ -161,6 +153,23 @@ def _smoke(settings: Settings) -> Settings:
 
     config = {"actions": "text", "max_turns": 2, "max_tokens": 192, "max_reply_tokens": 12, **settings.env_config}
     return replace(settings, env_config=config, steps=3, tasks_per_step=2, num_generations=4, micro_batch=8, heldout=4)
+
+
+def _settings_of(folder: Path) -> Settings:
+    """The settings of a run that was stopped."""
+    from longrein.training.job import Settings
+
+    if not any(folder.glob("checkpoints/checkpoint-*")):
+        raise LongreinError(f"{folder} holds no checkpoint to go on from; `longrein train` starts a new run")
+    saved = json.loads((folder / "config.json").read_text())
+    return Settings(**{**saved, "report_to": tuple(saved["report_to"]), "resume": True})
+
+
+def _say_how_to_go_on(folder: Path) -> int:
+    saved = any(folder.glob("checkpoints/checkpoint-*"))
+    then = f"go on with: longrein train --resume {folder}" if saved else "nothing was trained yet"
+    print(f"\nlongrein: stopped; {then}", file=sys.stderr)
+    return 130
 
 
 def _json_object(text: str, option: str) -> dict[str, Any]:

@@ -100,7 +100,8 @@ def train(settings: Settings, folder: Path, *, progress: Progress = lambda event
     try:
         trainer.train(resume_from_checkpoint=True if settings.resume else None)
     except KeyboardInterrupt:
-        trainer._save_checkpoint(trainer.model, trial=None)
+        if trainer.state.global_step:
+            trainer._save_checkpoint(trainer.model, trial=None)
         raise
     trainer.save_model(str(folder / "model"))
     progress({"stage": "after", "tasks": len(heldout_rows)})
