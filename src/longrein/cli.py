@@ -87,31 +87,32 @@ def train(
         from longrein.training.job import Settings
         from longrein.training.job import train as run
 
-        small = model is None or Path(model).name == "tiny"
-        settings = Settings(
-            model=model or str(_tiny(display)),
-            env=env,
-            env_config=_json_object(env_config, "--env-config"),
-            tasks=tasks,
-            steps=steps,
-            tasks_per_step=tasks_per_step,
-            num_generations=num_generations,
-            micro_batch=micro_batch,
-            learning_rate=learning_rate if learning_rate is not None else 3e-4 if small else 1e-6,
-            beta=beta,
-            loss_type=loss_type,
-            advantages=cast(Any, advantages),  # an unknown name is refused by the trainer's configuration
-            temperature=temperature,
-            lora_rank=lora_rank,
-            heldout=heldout,
-            program_share=program_share,
-            seed=seed,
-            report_to=tuple(report_to or ()),
-        )
-        if smoke:
-            settings = _smoke(settings)
         if resume is not None:
             settings = _settings_of(resume)
+        else:
+            small = model is None or Path(model).name == "tiny"
+            settings = Settings(
+                model=model or str(_tiny(display)),
+                env=env,
+                env_config=_json_object(env_config, "--env-config"),
+                tasks=tasks,
+                steps=steps,
+                tasks_per_step=tasks_per_step,
+                num_generations=num_generations,
+                micro_batch=micro_batch,
+                learning_rate=learning_rate if learning_rate is not None else 3e-4 if small else 1e-6,
+                beta=beta,
+                loss_type=loss_type,
+                advantages=cast(Any, advantages),  # an unknown name is refused by the trainer's configuration
+                temperature=temperature,
+                lora_rank=lora_rank,
+                heldout=heldout,
+                program_share=program_share,
+                seed=seed,
+                report_to=tuple(report_to or ()),
+            )
+        if smoke:
+            settings = _smoke(settings)
         folder = resume or out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-seed{seed}"
         try:
             summary = run(settings, folder, progress=display.event)

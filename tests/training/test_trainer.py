@@ -364,7 +364,7 @@ def test_truncated_rollouts_are_masked_by_their_record(tmp_path):
     """`Ask` ends on an agent token and `Talk` may too; what counts is that the tokens ran out, not the last id."""
     trainer = parts.trainer(tmp_path, talks(8), per_device_train_batch_size=16, mask_truncated_completions=True)
     result = trainer._generate_and_score_completions(parts.repeated(talks(8)))
-    truncated = torch.tensor([one.rollout.truncated for one in trainer._last.played])
+    truncated = torch.tensor([one.rollout.truncated for one in trainer.last_batch.played])
     assert truncated.any()
     assert (result["agent_token_mask"].sum(1)[truncated] == 0).all()
     assert (result["advantages"][truncated] == 0).all()
@@ -375,7 +375,7 @@ def test_truncated_rollouts_are_masked_by_their_record(tmp_path):
                          mask_truncated_completions=True)  # fmt: skip
     # stopped by the limit of turns, not of tokens: trained
     result = tail._generate_and_score_completions(parts.repeated([row(Talk, {"max_turns": 1, "max_reply_tokens": 200})] * 2))
-    whole = ~torch.tensor([one.rollout.truncated for one in tail._last.played])
+    whole = ~torch.tensor([one.rollout.truncated for one in tail.last_batch.played])
     assert (result["agent_token_mask"].sum(1)[whole] > 0).all()
 
 
@@ -383,7 +383,7 @@ def test_a_failed_rollout_weighs_zero_and_leaves_its_groups_baseline_alone(tmp_p
     rows = [row(Moody, breaks=[1], of=4, word="a")]
     trainer = parts.trainer(tmp_path, rows, num_generations=4)
     result = trainer._generate_and_score_completions(parts.repeated(rows, 4))
-    rewards = trainer._last.final_rewards
+    rewards = trainer.last_batch.final_rewards
     assert np.isnan(rewards).tolist() == [False, True, False, False]
     assert result["agent_token_mask"].sum(1)[1] == 0
     assert (result["advantages"][1] == 0).all()
@@ -406,7 +406,7 @@ def test_a_failed_rollout_of_a_foreign_environment_weighs_zero_too(tmp_path):
     expected = (scored - scored.mean()) / (scored.std(ddof=1) + 1e-4)
     assert result["advantages"][[0, 2, 3], 2].tolist() == pytest.approx(expected, abs=1e-4)
     assert (result["advantages"][1] == 0).all()
-    assert trainer._last.metrics()["reward"] == pytest.approx(scored.mean())
+    assert trainer.last_batch.metrics()["reward"] == pytest.approx(scored.mean())
 
 
 def test_a_batch_in_which_everything_failed_has_loss_zero_and_the_run_goes_on(tmp_path):

@@ -146,12 +146,12 @@ def test_a_lost_reply_is_told_and_not_trained(scripted: Agent) -> None:
 def test_an_overlong_prompt_is_refused_and_the_session_is_scored() -> None:
     class Overlong:
         def generate(self, rollout_id: str, turn: int, *request: Any) -> str:
-            raise ContextLengthError("too long")
+            raise ContextLengthError(9, 8)
 
     careful, plain = CarefulMemory({}, "r-0"), Session({}, "r-0")
     for session in (careful, plain):
         assert play_session(session, Overlong(), "r", Sampling()).reward == 1.0
-    assert careful.refused == ["too long", "too long"]
+    assert careful.refused == ["the prompt has 9 tokens and the limit is 8: no room for a reply"] * 2
 
 
 def test_settings_that_cannot_work_are_refused(scripted: Agent) -> None:

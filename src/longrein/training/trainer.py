@@ -125,6 +125,8 @@ class GRPOEnvTrainer(GRPOTrainer):
         self._eval_name = ""
         self._failed_batches = {"train": 0, "eval": 0}
         self._rollout_seconds = 0.0
+        self.last_batch: Collected | None = None
+        """The last generation batch as it was played, on the main process: for callbacks and for people."""
 
     @property
     def _textual_logs(self) -> dict[str, Any]:
@@ -206,6 +208,7 @@ class GRPOEnvTrainer(GRPOTrainer):
         if self.args.mask_truncated_completions:  # they count in their group's mean, and are not trained
             for name in ("padded_agent_mask", "advantages"):
                 arrays[name][collected.truncated[arrays["row_rollout"]]] = 0
+        self.last_batch = collected
         return arrays, metrics
 
     def _fresh_tasks(self, count: int, attempt: int) -> list[dict[str, Any]]:
