@@ -72,7 +72,7 @@ def train(
     out: Annotated[Path | None, typer.Option(help="The run folder. Unsaid: a new one under runs/.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with a run that was stopped, with the settings it had.")] = None,
     smoke: Annotated[
-        bool, typer.Option("--smoke", help="A short run with text actions, to see that a model trains.")
+        bool, typer.Option("--smoke", help="A run of a minute, to see that a model loads, plays and trains.")
     ] = False,
 ) -> None:
     """Train a policy and compare it before and after on held-out tasks.
@@ -150,9 +150,13 @@ def _tiny(display: Any) -> Path:
 
 
 def _smoke(settings: Settings) -> Settings:
+    """A few small steps; hunts are made short, with text actions, so that any instruct model may find a coin."""
     from dataclasses import replace
 
-    config = {"actions": "text", "max_turns": 2, "max_tokens": 192, "max_reply_tokens": 12, **settings.env_config}
+    from longrein.training.job import HUNTS
+
+    short = {"actions": "text", "min_hops": 1, "max_hops": 1, "max_turns": 2, "max_tokens": 192, "max_reply_tokens": 12}
+    config = {**(short if settings.env in HUNTS else {}), **settings.env_config}
     return replace(settings, env_config=config, steps=3, tasks_per_step=2, num_generations=4, micro_batch=8, heldout=4)
 
 
