@@ -24,6 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+TRAINING = ("torch", "transformers", "trl", "datasets", "accelerate", "peft")
 TINY = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "longrein" / "tiny"
 
 
@@ -131,6 +132,11 @@ def main() -> None:
         if debug:
             raise
         print(f"longrein: {error}", file=sys.stderr)
+        sys.exit(2)
+    except ModuleNotFoundError as error:
+        if debug or error.name not in TRAINING:
+            raise
+        print(f"longrein: {error.name} is not installed; training needs `pip install 'longrein[train]'`", file=sys.stderr)
         sys.exit(2)
     except Exception as error:
         if debug:

@@ -189,12 +189,18 @@ def datasets_of(settings: Settings) -> tuple[Any, list[dict[str, Any]]]:
 
 
 def _apart(rows: list[dict[str, Any]], heldout: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The first rows held out, and of the rest those that are not the same task as one of them."""
+    """Rows to train on, and the first rows held out; no task is in both. Where there are few different tasks, a third of
+    them is held out."""
+    key = [json.dumps(row, sort_keys=True) for row in rows]
+    different = list(dict.fromkeys(key))
+    known = set(key[:heldout])
     kept = rows[:heldout]
-    known = {json.dumps(row, sort_keys=True) for row in kept}
-    rest = [row for row in rows[heldout:] if json.dumps(row, sort_keys=True) not in known]
+    if len(different) - len(known) < len(different) / 3:
+        known = set(different[: max(1, len(different) // 3)] if heldout else [])
+        kept = [json.loads(text) for text in different if text in known]
+    rest = [row for row, text in zip(rows, key, strict=True) if text not in known]
     if not rest:
-        raise LongreinError(f"of {len(rows)} tasks none is left to train on once {heldout} are held out; add tasks")
+        raise LongreinError(f"there is {len(different)} task, and none is left to train on once it is held out; add tasks")
     return rest, kept
 
 
