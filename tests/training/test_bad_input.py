@@ -254,9 +254,9 @@ def test_a_model_by_name_is_refused(tmp_path):
 
 
 def test_a_context_shorter_than_the_limits(tmp_path):
-    rows = [GOOD[0], row(Ask, {"max_tokens": 4096}, n=1)]
+    rows = [GOOD[0], row(Ask, {"max_tokens": 8192}, n=1)]
     with pytest.raises(
-        LongreinError, match=r"row 1: Ask allows conversations of 4096 tokens \(`max_tokens`\), the model reads 2048"
+        LongreinError, match=r"row 1: Ask allows conversations of 8192 tokens \(`max_tokens`\), the model reads 4096"
     ):
         parts.trainer(tmp_path, rows)
 
