@@ -59,6 +59,32 @@ def test_the_trained_model_loads(run: Any) -> None:
     assert AutoTokenizer.from_pretrained(model).chat_template
 
 
+def test_an_environment_in_the_users_own_folder_is_found(folder: Any, tmp_path: Path) -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    block = readme.split("```python\n", 1)[1].split("```", 1)[0]  # the README's own environment
+    (tmp_path / "my_module.py").write_text(block)
+    flags = [
+        "--env",
+        "my_module.Count",
+        "--steps",
+        "1",
+        "--tasks-per-step",
+        "2",
+        "--num-generations",
+        "2",
+        "--micro-batch",
+        "4",
+    ]
+    small = ["--env-config", '{"max_reply_tokens": 4}']
+    command = str(Path(sys.executable).with_name("longrein"))
+    result = subprocess.run(
+        [command, "train", "--model", str(folder("tiny")), *flags, *small],
+        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "success, Count" in result.stdout
+
+
 def test_ctrl_c_saves_and_says_how_to_go_on(folder: Any, tmp_path: Path) -> None:
     flags = ["--steps", "30", "--tasks-per-step", "2", "--num-generations", "4", "--heldout", "8", "--micro-batch", "8"]
     command = [sys.executable, "-u", "-c", "from longrein.cli import main; main()", "train", "--model", str(folder("tiny"))]

@@ -33,6 +33,7 @@ def common(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks and everything that is logged.")] = False,
 ) -> None:
     """Train language-model agents by reinforcement learning, in environments and in agent programs."""
+    sys.path.insert(0, os.getcwd())  # environments and verifiers of the user's own folder are named by dotted path
     # Threads that wait for work sleep rather than spin: harness programs need the cores too. Set before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     logging.basicConfig(level=logging.INFO if debug else logging.ERROR, format="%(name)s: %(message)s")
