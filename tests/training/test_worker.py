@@ -18,7 +18,7 @@ from longrein.envs import TreasureHunt
 from longrein.harnesses.process import ProcessSessionFactory
 from longrein.proxy import CallLimits, InterceptionServer
 from longrein.recorder import ContextLengthError
-from longrein.training.worker import EmbeddedWeightTransfer, HarnessRolloutWorker, play_session
+from longrein.training.worker import EmbeddedWeightTransfer, HarnessRolloutWorker, play_session, samples_of
 
 REACT = ["{python}", "-m", "longrein.harnesses.react", "--rooms", "{rooms}"]
 VERIFY = "longrein.harnesses.react.verify_hunt"
@@ -141,6 +141,43 @@ def test_a_lost_reply_is_told_and_not_trained(scripted: Agent) -> None:
     for sample in take(worker, 2):
         fine = scripted.rendering.encode_reply("fine")
         assert sample.input_ids[sample.completion_mask == 1].tolist() == fine
+
+
+class Titled(Session):
+    """A session whose first call is a side call: no tools, another system prompt."""
+
+    def next_request(self) -> Any:
+        intercept = super().next_request()
+        if intercept is None:
+            return None
+        if self.turn == 1:
+            messages = [{"role": "system", "content": "Name it."}, {"role": "user", "content": "go"}]
+            return {**intercept, "messages": messages}
+        tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+        messages = [{"role": "system", "content": "Work."}, {"role": "user", "content": "go"}]
+        return {**intercept, "messages": messages, "tools": [tool]}
+
+
+def test_a_side_call_is_recorded_and_not_trained(scripted: Agent) -> None:
+    factory = type("Titles", (), {"create": lambda self, *, task, rollout_id: Titled(task, rollout_id)})()
+    worker = HarnessRolloutWorker(factory, scripted, [{}], num_generations=2, concurrency=1)
+    for sample in take(worker, 2):
+        assert sample.prompt[0]["content"] == "Work."
+        assert sample.completion_mask.sum() == len(scripted.rendering.encode_reply("fine"))
+
+
+def test_rollouts_older_than_the_limit_are_left_out_with_the_reason(scripted: Agent) -> None:
+    rollouts = []
+    for version, reward in ((1, 0.0), (3, 1.0)):
+        scripted.engine.policy_version = version
+        recorder = scripted.recorder()
+        rollout = recorder.open(f"v{version}")
+        recorder.generate(rollout.id, 0, [{"role": "user", "content": "go"}])
+        rollout.reward = reward
+        rollouts.append(rollout)
+    samples = list(samples_of(rollouts, 0, "group", oldest=2))
+    assert [sample.model_version for sample in samples] == [3]
+    assert [call.excluded for rollout in rollouts for call in rollout.calls.values()] == ["stale", None]
 
 
 def test_an_overlong_prompt_is_refused_and_the_session_is_scored() -> None:

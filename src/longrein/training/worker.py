@@ -35,6 +35,7 @@ from longrein.contract import (
 )
 from longrein.engines.transformers import TransformersEngine
 from longrein.noise import derive
+from longrein.proxy.auxiliary import mark_auxiliary
 from longrein.recorder import ContextLengthError, Recorder
 from longrein.rollout import Branch, Rollout, padded
 from longrein.training.advantages import AdvantageName, Batch, advantages, turns_of
@@ -185,6 +186,7 @@ class HarnessRolloutWorker:
             if self._stopping.is_set():
                 raise LongreinError("the worker was stopped")
             told = play_session(session, self.recorder, rollout_id, self.agent.sampling, lose=self._lose)
+            mark_auxiliary(rollout)
             rollout.reward = told.reward
             rollout.success = None if told.reward is None else told.reward >= 1
         except Exception as error:
