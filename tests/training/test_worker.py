@@ -80,7 +80,7 @@ def take(worker: HarnessRolloutWorker, count: int) -> list[Any]:
 def test_a_group_becomes_samples_of_the_recorded_tokens(scripted: Agent) -> None:
     worker = HarnessRolloutWorker(Factory(), scripted, [{"task_data": {}}], num_generations=4, concurrency=2)
     samples = take(worker, 4)
-    assert {sample.group_id for sample in samples} == {0}
+    assert len({sample.group_id for sample in samples}) == 1  # a group is put whole; which of two is first is open
     by_reward = sorted(samples, key=lambda sample: sample.metrics["reward"])
     assert [sample.metrics["reward"] for sample in by_reward] == [0, 0, 0, 1]
     assert by_reward[-1].advantage == pytest.approx(0.75 / (0.5 + 1e-4))
