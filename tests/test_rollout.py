@@ -198,6 +198,8 @@ def test_add_refuses_what_would_break_the_tree() -> None:
         rollout.add(Call("b", None, np.array([1]), np.array([2]), np.zeros(2, np.float32), "stop"))
     with pytest.raises(LongreinError, match="1 sampled tokens and 3 log-probabilities"):
         rollout.add(call("b", sampler_logprobs=np.zeros(3, np.float32)))
+    with pytest.raises(LongreinError, match="1 sampled tokens and 2 policy versions"):
+        rollout.add(call("b", versions=np.zeros(2, np.int32)))
     assert list(rollout.calls) == ["a"]
 
 

@@ -6,7 +6,7 @@ it, and either side can be replaced without the other knowing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypedDict, runtime_checkable
 
@@ -81,12 +81,18 @@ class Sampled:
     finish_reason: str
     """`stop` (a stop id was drawn, and is the last id), `length` or `aborted`."""
     policy_version: int = 0
+    """Of the oldest token."""
     sampler_logprobs: Sequence[float] | None = None
-    """Under the truncated distribution, only when top-p, top-k or min-p were on."""
+    """Under the truncated distribution, only when top-p, top-k or min-p were on; None too where the engine cannot tell."""
+    versions: Sequence[int] | None = None
+    """Of each token, only when the weights changed while the reply was drawn."""
 
 
 class Engine(Protocol):
-    """Who samples. Requests from any thread or event loop are answered as they come, batched inside."""
+    """Who samples. Requests from any thread or event loop are answered as they come, batched inside.
+
+    New weights go in between `pause` and `resume`, and so does the `policy_version` that stamps what is sampled from them.
+    """
 
     policy_version: int
 
@@ -94,6 +100,16 @@ class Engine(Protocol):
 
     def cancel(self) -> None:
         """Refuse what waits and what runs; later requests are served again."""
+        ...
+
+    def pause(self) -> None:
+        """Return once nothing is sampled; requests wait for `resume`."""
+        ...
+
+    def resume(self) -> None: ...
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
+        """Sample from these from now on: `(name, tensor)` of every parameter, as the trained model names it."""
         ...
 
     def close(self) -> None: ...

@@ -287,12 +287,13 @@ class Recorder:
         if not stop or not said(len(sampled.ids)):
             return sampled
         end = bisect.bisect_left(range(len(sampled.ids)), True, key=said)
-        drawn = sampled.sampler_logprobs
+        drawn, versions = sampled.sampler_logprobs, sampled.versions
         return replace(
             sampled,
             ids=sampled.ids[:end],
             logprobs=sampled.logprobs[:end],
             sampler_logprobs=None if drawn is None else drawn[:end],
+            versions=None if versions is None else versions[:end],
             finish_reason="stop",
         )
 
@@ -320,6 +321,7 @@ class Recorder:
             sampler_logprobs=None if truncated is None else np.asarray(truncated, np.float32),
             finish_reason="tool_calls" if asked_for_tool else sampled.finish_reason,
             policy_version=sampled.policy_version,
+            versions=None if sampled.versions is None else np.asarray(sampled.versions, np.int32),
             messages=copy.deepcopy(place.new_messages),
             tools=tuple(tools),
             reply=reply,

@@ -42,6 +42,9 @@ class Call:
     sampler_logprobs: NDArray[np.float32] | None = None
     """Under the truncated distribution, only when top-p, top-k or min-p were on."""
     policy_version: int = 0
+    """Of the oldest of `completion_ids`."""
+    versions: NDArray[np.int32] | None = None
+    """Of each of `completion_ids`, only when the weights changed while they were drawn."""
     messages: tuple[Message, ...] = ()
     """The messages this call adds to its parent's conversation, for people."""
     tools: tuple[Tool, ...] = ()
@@ -107,11 +110,13 @@ class Rollout:
             raise LongreinError(f"call {call.id} names parent {call.parent}, which is not in rollout {self.id}")
         if call.id in self.calls:
             raise LongreinError(f"call {call.id} is already in rollout {self.id}; calls are recorded once")
-        for logprobs in (call.logprobs, call.sampler_logprobs):
-            if logprobs is not None and len(logprobs) != len(call.completion_ids):
-                raise LongreinError(
-                    f"call {call.id} has {len(call.completion_ids)} sampled tokens and {len(logprobs)} log-probabilities"
-                )
+        of_tokens = {"log-probabilities": (call.logprobs, call.sampler_logprobs), "policy versions": (call.versions,)}
+        for what, arrays in of_tokens.items():
+            for values in arrays:
+                if values is not None and len(values) != len(call.completion_ids):
+                    raise LongreinError(
+                        f"call {call.id} has {len(call.completion_ids)} sampled tokens and {len(values)} {what}"
+                    )
         self.calls[call.id] = call
         self._children.setdefault(call.parent, []).append(call.id)
         return call

@@ -5,7 +5,7 @@ Its replies are tokenised once, closed as the model would close them, and record
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from longrein.contract import LongreinError, Message, Sampled, SampleRequest, Tool
@@ -31,6 +31,15 @@ class ScriptedEngine:
 
     def cancel(self) -> None:
         """Nothing waits: replies are given at once."""
+
+    def pause(self) -> None:
+        """Nothing runs between two replies."""
+
+    def resume(self) -> None:
+        """Nothing waits."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
+        """A script has no weights."""
 
     def close(self) -> None:
         """Nothing to let go of."""
