@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypedDict, runtime_checkable
 
 Message = dict[str, Any]
-"""An OpenAI chat message: `role`, `content`, and `tool_calls`, `tool_call_id`, `reasoning_content` where they apply."""
+"""An OpenAI chat message: `role`, `content`, and `tool_calls`, `tool_call_id`, `reasoning_content` where they apply. A reply that
+a program quotes may have `from_call`, the call it came from as far as the ids and signatures in it tell."""
 
 Tool = dict[str, Any]
 """An OpenAI function schema: `{"type": "function", "function": {"name", "description", "parameters"}}`."""

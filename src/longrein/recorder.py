@@ -256,7 +256,7 @@ class Recorder:
             call = rollout.calls[call_id]
             thought = call.reply.get("reasoning_content")
             return (
-                bool(_tool_ids(call.reply) & _tool_ids(reply)),
+                bool(_tool_ids(call.reply) & _tool_ids(reply)) or reply.get("from_call") == call_id,
                 reply.get("content") == self._text(call) or (bool(thought) and reply.get("reasoning_content") == thought),
                 call.delivered,
                 calls.index(call_id),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from longrein.proxy import chat
-from longrein.proxy.dialect import Answer, DialectError, ModelRequest, TokenLogprob, answer_of
+from longrein.proxy.dialect import Answer, DialectError, ModelRequest, PromptTooLong, TokenLogprob, answer_of
 from longrein.rollout import Call, Rollout
 
 PLAIN = ModelRequest(messages=(user("hi"),))
@@ -163,7 +163,7 @@ def test_any_body_is_a_request_or_a_clear_error(given: Any) -> None:
 
 
 def test_a_full_context_is_said_in_the_words_programs_look_for() -> None:
-    error = chat.error_body(chat.context_length_error(130, 128))["error"]
+    error = chat.error_body(PromptTooLong(130, 128))["error"]
     assert (error["code"], error["type"]) == ("context_length_exceeded", "invalid_request_error")
     assert "maximum context length is 128 tokens" in error["message"]
 

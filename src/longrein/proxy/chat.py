@@ -20,27 +20,22 @@ from collections.abc import Iterator
 from typing import Any
 
 from longrein.contract import Message, Tool
+from longrein.proxy.body import Json, checked, count, filled, item, kind_of, pieces, short, typed, words
 from longrein.proxy.dialect import Answer, DialectError, ModelRequest
 
+END = b"data: [DONE]\n\n"
+WAITING = b": waiting\n\n"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SAMPLING_FIELDS = (
     "temperature", "top_p", "top_k", "min_p", "max_tokens", "max_completion_tokens", "stop", "seed", "n",
     "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "logprobs", "top_logprobs",
     "reasoning_effort", "tool_choice", "parallel_tool_calls",
 )  # fmt: skip
-MAX_DEPTH = 64
-"""How deep a body may nest; what is deeper breaks templates and comparisons long before it means anything."""
-PIECE = 128
-"""Characters in one delta of a stream."""
-
-Json = dict[str, Any]
 
 
 def parse(body: Any) -> ModelRequest:
     """The request in a decoded JSON body."""
-    if not isinstance(body, dict):
-        raise DialectError(400, f"The body is {_kind(body)}; it must be a JSON object.")
-    _check_depth(body)
+    body = checked(body)
     _refuse_unanswerable(body)
     tools = _tools(body)
     choice = _tool_choice(body, tools)
@@ -48,12 +43,12 @@ def parse(body: Any) -> ModelRequest:
         messages=_messages(body),
         tools=() if choice == "none" else tools,
         tool_choice=choice,
-        model=_typed(body, "model", str),
-        max_tokens=_smallest(_count(body, "max_tokens"), _count(body, "max_completion_tokens")),
-        stop=_stop(body),
-        stream=bool(_typed(body, "stream", bool)),
-        include_usage=bool(_typed(_typed(body, "stream_options", dict) or {}, "include_usage", bool, "stream_options.")),
-        logprobs=bool(_typed(body, "logprobs", bool)),
+        model=typed(body, "model", str),
+        max_tokens=_smallest(count(body, "max_tokens"), count(body, "max_completion_tokens")),
+        stop=words(body, "stop"),
+        stream=bool(typed(body, "stream", bool)),
+        include_usage=bool(typed(typed(body, "stream_options", dict) or {}, "include_usage", bool, "stream_options.")),
+        logprobs=bool(typed(body, "logprobs", bool)),
         asked={field: body[field] for field in SAMPLING_FIELDS if body.get(field) is not None},
     )
 
@@ -73,7 +68,7 @@ def whole(answer: Answer, request: ModelRequest, *, created: int, model: str) ->
 
 
 def events(answer: Answer, request: ModelRequest, *, created: int, model: str) -> Iterator[Json]:
-    """The events of a streamed reply; `[DONE]` follows the last one."""
+    """The events of a streamed reply; `END` follows the last one."""
     head = _head(answer, "chat.completion.chunk", created, request.model or model)
     if request.include_usage:
         head["usage"] = None
@@ -88,12 +83,12 @@ def events(answer: Answer, request: ModelRequest, *, created: int, model: str) -
     if (logprobs := _logprobs(answer, request)) is not None:
         yield chunk({}, logprobs=logprobs)
     for field in ("reasoning_content", "content"):
-        for piece in _pieces(message.get(field) or ""):
+        for piece in pieces(message.get(field) or ""):
             yield chunk({field: piece})
     for index, call in enumerate(calls):
         function = {"name": call["function"]["name"], "arguments": ""}
         yield chunk({"tool_calls": [{"index": index, "id": call["id"], "type": "function", "function": function}]})
-        for piece in _pieces(call["function"]["arguments"]):
+        for piece in pieces(call["function"]["arguments"]):
             yield chunk({"tool_calls": [{"index": index, "function": {"arguments": piece}}]})
     yield chunk({}, finish_reason=answer.finish_reason)
     if request.include_usage:
@@ -105,15 +100,8 @@ def error_body(error: DialectError) -> Json:
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
 
 
-def context_length_error(tokens: int, limit: int) -> DialectError:
-    """The words by which programs know that they are to compact."""
-    return DialectError(
-        400,
-        f"This model's maximum context length is {limit} tokens. However, your messages resulted in {tokens} tokens. "
-        "Please reduce the length of the messages.",
-        param="messages",
-        code="context_length_exceeded",
-    )
+error_event = error_body
+"""An error after the first event of a stream."""
 
 
 def _head(answer: Answer, kind: str, created: int, model: str) -> Json:
@@ -135,23 +123,19 @@ def _logprobs(answer: Answer, request: ModelRequest) -> Json | None:
     return {"content": tokens, "refusal": None}
 
 
-def _pieces(text: str) -> Iterator[str]:
-    return (text[at : at + PIECE] for at in range(0, len(text), PIECE))
-
-
 def _refuse_unanswerable(body: Json) -> None:
     if body.get("n") not in (None, 1) or isinstance(body.get("n"), bool):
-        raise DialectError(400, f"n is {_short(body['n'])}; one reply a request is given here: ask n times.", param="n")
+        raise DialectError(400, f"n is {short(body['n'])}; one reply a request is given here: ask n times.", param="n")
     wanted = body.get("response_format")
     if wanted is not None and not (isinstance(wanted, dict) and wanted.get("type") == "text"):
         kind = wanted.get("type") if isinstance(wanted, dict) else wanted
         raise DialectError(
             400,
-            f"response_format {_short(kind)} is not supported: replies are sampled without constraints. "
+            f"response_format {short(kind)} is not supported: replies are sampled without constraints. "
             "Describe the format in the prompt, or use a tool.",
             param="response_format",
         )
-    if _count(body, "top_logprobs", least=0):
+    if count(body, "top_logprobs", least=0):
         raise DialectError(
             400, "top_logprobs is not supported: only the sampled token's log-probability is kept.", param="top_logprobs"
         )
@@ -163,33 +147,28 @@ def _refuse_unanswerable(body: Json) -> None:
 
 
 def _messages(body: Json) -> tuple[Message, ...]:
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        found = "empty" if messages == [] else "missing" if messages is None else _kind(messages)
-        raise DialectError(400, f"messages is {found}; it must be a list of at least one message.", param="messages")
-    return tuple(_message(message, f"messages[{index}]") for index, message in enumerate(messages))
+    given = enumerate(filled(body, "messages", "message"))
+    return tuple(_message(item(message, f"messages[{index}]"), f"messages[{index}]") for index, message in given)
 
 
-def _message(given: Any, where: str) -> Message:
+def _message(given: Json, where: str) -> Message:
     """A message with the fields that mean something to a model, and nothing else."""
-    if not isinstance(given, dict):
-        raise DialectError(400, f"{where} is {_kind(given)}; it must be an object.", param=where)
     if (role := given.get("role")) not in ROLES:
         raise DialectError(
-            400, f"{where}.role is {_short(role)}; it must be one of {', '.join(ROLES)}.", param=f"{where}.role"
+            400, f"{where}.role is {short(role)}; it must be one of {', '.join(ROLES)}.", param=f"{where}.role"
         )
     message: Message = {"role": role, "content": _content(given.get("content"), f"{where}.content")}
     if given.get("content") is None and isinstance(refusal := given.get("refusal"), str):
         message["content"] = refusal
     for field in ("name", "tool_call_id"):
-        if (value := _typed(given, field, str, f"{where}.")) is not None:
+        if (value := typed(given, field, str, f"{where}.")) is not None:
             message[field] = value
     if role == "assistant":
-        reasoning = _typed(given, "reasoning_content", str, f"{where}.")
-        reasoning = reasoning if reasoning is not None else _typed(given, "reasoning", str, f"{where}.")
+        reasoning = typed(given, "reasoning_content", str, f"{where}.")
+        reasoning = reasoning if reasoning is not None else typed(given, "reasoning", str, f"{where}.")
         if reasoning:
             message["reasoning_content"] = reasoning
-        if calls := _typed(given, "tool_calls", list, f"{where}."):
+        if calls := typed(given, "tool_calls", list, f"{where}."):
             message["tool_calls"] = [_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)]
     return message
 
@@ -199,7 +178,7 @@ def _content(content: Any, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise DialectError(400, f"{where} is {_kind(content)}; it must be a string or a list of parts.", param=where)
+        raise DialectError(400, f"{where} is {kind_of(content)}; it must be a string or a list of parts.", param=where)
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else part
@@ -207,7 +186,7 @@ def _content(content: Any, where: str) -> str:
         if kind not in ("text", "refusal", "input_text", "output_text") or not isinstance(part.get(field), str):
             raise DialectError(
                 400,
-                f"{where}[{index}] is of type {_short(kind)}; only parts of text can be read.",
+                f"{where}[{index}] is of type {short(kind)}; only parts of text can be read.",
                 param=f"{where}[{index}]",
             )
         texts.append(part[field])
@@ -223,7 +202,7 @@ def _call(call: Any, where: str) -> Json:
         arguments = json.dumps(arguments, ensure_ascii=False)
     if not isinstance(arguments, str | None):
         raise DialectError(400, f"{where}.function.arguments must be a string of JSON.", param=f"{where}.function.arguments")
-    call_id = _typed(call, "id", str, f"{where}.")
+    call_id = typed(call, "id", str, f"{where}.")
     return {
         **({} if call_id is None else {"id": call_id}),
         "type": "function",
@@ -232,7 +211,7 @@ def _call(call: Any, where: str) -> Json:
 
 
 def _tools(body: Json) -> tuple[Tool, ...]:
-    tools = _typed(body, "tools", list) or []
+    tools = typed(body, "tools", list) or []
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
         function = tool.get("function") if isinstance(tool, dict) else None
@@ -240,8 +219,8 @@ def _tools(body: Json) -> tuple[Tool, ...]:
             raise DialectError(400, f'{where} must be {{"type": "function", "function": {{...}}}}.', param=where)
         if not isinstance(function.get("name"), str) or not function["name"]:
             raise DialectError(400, f"{where}.function.name must be a name.", param=f"{where}.function.name")
-        _typed(function, "description", str, f"{where}.function.")
-        _typed(function, "parameters", dict, f"{where}.function.")
+        typed(function, "description", str, f"{where}.function.")
+        typed(function, "parameters", dict, f"{where}.function.")
     return tuple(tools)
 
 
@@ -258,61 +237,11 @@ def _tool_choice(body: Json, tools: tuple[Tool, ...]) -> str | Json:
     if name is None or name not in [tool["function"]["name"] for tool in tools]:
         raise DialectError(
             400,
-            f"tool_choice is {_short(choice)}; it must be none, auto, required or a tool in `tools`.",
+            f"tool_choice is {short(choice)}; it must be none, auto, required or a tool in `tools`.",
             param="tool_choice",
         )
     return choice
 
 
-def _stop(body: Json) -> tuple[str, ...]:
-    stop = body.get("stop")
-    words = [] if stop is None else [stop] if isinstance(stop, str) else stop
-    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise DialectError(400, "stop must be a string or a list of strings.", param="stop")
-    return tuple(filter(None, words))
-
-
-def _count(body: Json, field: str, least: int = 1) -> int | None:
-    value = body.get(field)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise DialectError(400, f"{field} is {_short(value)}; it must be an integer of {least} or more.", param=field)
-    return value
-
-
 def _smallest(*counts: int | None) -> int | None:
     return min((count for count in counts if count is not None), default=None)
-
-
-def _typed(body: Json, field: str, kind: type, where: str = "") -> Any:
-    value = body.get(field)
-    if value is not None and not isinstance(value, kind):
-        raise DialectError(400, f"{where}{field} is {_kind(value)}; it must be {_KINDS[kind]}.", param=f"{where}{field}")
-    return value
-
-
-def _check_depth(value: Any) -> None:
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, dict | list)
-        ]
-        if not level:
-            return
-    raise DialectError(400, f"The body nests deeper than {MAX_DEPTH} levels.")
-
-
-_KINDS = {str: "a string", bool: "true or false", dict: "an object", list: "a list", int: "a number", float: "a number"}
-
-
-def _kind(value: Any) -> str:
-    return _KINDS.get(type(value), "null")
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,13 +1,20 @@
 """What every wire dialect speaks of: a request as the recorder takes it, an answer as any dialect can write it, an error.
 
 A dialect is a file of pure functions between its wire's JSON and these three; no socket and no clock is ever in it.
+
+Always true: an id that `minted` made and a text that `sealed` made name the call they came from, and whoever echoes one says
+which call it quotes. An id or a text of anyone else's names nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import base64
+import binascii
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from longrein.contract import LongreinError, Message, Tool
 from longrein.rollout import Call, Rollout
@@ -29,6 +36,20 @@ class DialectError(LongreinError):
         self.status, self.type, self.message, self.param, self.code = status, type, message, param, code
 
 
+class PromptTooLong(DialectError):
+    """No room for a reply. Each dialect says it in the words by which its programs know that they are to compact."""
+
+    def __init__(self, tokens: int, limit: int) -> None:
+        super().__init__(
+            400,
+            f"This model's maximum context length is {limit} tokens. However, your messages resulted in {tokens} tokens. "
+            "Please reduce the length of the messages.",
+            param="messages",
+            code="context_length_exceeded",
+        )
+        self.tokens, self.limit = tokens, limit
+
+
 @dataclass(frozen=True, slots=True)
 class ModelRequest:
     """One model call as a program asked for it."""
@@ -47,6 +68,14 @@ class ModelRequest:
     logprobs: bool = False
     asked: dict[str, Any] = field(default_factory=dict)
     """Every sampling setting the program sent, as it sent it; the run's own settings win."""
+    previous: str | None = None
+    """The call whose conversation the messages continue, where the program leaves it to the server to remember."""
+    instructions: int = 0
+    """How many messages at the start are for this call alone: whoever continues it starts with others."""
+    store: bool = False
+    """Whether a later request may continue from the answer by its id."""
+    wire: dict[str, Any] = field(default_factory=dict)
+    """What the dialect needs to know of the body when it writes the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +98,105 @@ class Answer:
     completion_tokens: int = 0
     logprobs: tuple[TokenLogprob, ...] | None = None
     """Only when the program asked."""
+    stop_word: str | None = None
+    """The program's stop word that ended the reply."""
+
+
+class Dialect(Protocol):
+    """A file like `chat.py`: how one wire's programs ask and are answered."""
+
+    @property
+    def END(self) -> bytes:
+        """What follows the last event of a stream."""
+        ...
+
+    @property
+    def WAITING(self) -> bytes:
+        """What a stream says now and then while there is no reply yet."""
+        ...
+
+    def parse(self, body: Any) -> ModelRequest:
+        """The request in a decoded JSON body, or a `DialectError`."""
+        ...
+
+    def whole(self, answer: Answer, request: ModelRequest, *, created: int, model: str) -> dict[str, Any]:
+        """The response body of a reply that is not streamed."""
+        ...
+
+    def events(self, answer: Answer, request: ModelRequest, *, created: int, model: str) -> Iterator[dict[str, Any]]:
+        """The events of a streamed reply; one with a `type` is named by it."""
+        ...
+
+    def error_body(self, error: DialectError) -> dict[str, Any]: ...
+
+    def error_event(self, error: DialectError) -> dict[str, Any]: ...
+
+
+_MINTED = re.compile(r"[a-z]+_([0-9a-f]{16}|turn[0-9]+)(?:_|$)")
+
+
+def minted(kind: str, call_id: str, index: int | None = None) -> str:
+    """An id that names the call it came from.
+
+    >>> minted("msg", "00c0ffee00c0ffee"), origin("msg_00c0ffee00c0ffee"), origin("msg_of_others")
+    ('msg_00c0ffee00c0ffee', '00c0ffee00c0ffee', None)
+    """
+    return f"{kind}_{call_id}" if index is None else f"{kind}_{call_id}_{index}"
+
+
+def origin(minted_id: Any) -> str | None:
+    """The call that an id names, if we made it."""
+    found = _MINTED.match(minted_id) if isinstance(minted_id, str) else None
+    return found[1] if found else None
+
+
+class Sealed(NamedTuple):
+    """What a signature, or an encrypted reasoning, of ours holds."""
+
+    call_id: str | None
+    reasoning: str = ""
+
+
+def sealed(call_id: str, reasoning: str = "") -> str:
+    """A text for a program to carry and not to read: it names the call, and brings its reasoning back."""
+    return base64.b64encode(json.dumps({"longrein": [call_id, reasoning]}).encode()).decode()
+
+
+def unsealed(text: Any) -> Sealed:
+    """What `sealed` put into a text; nothing, where it is not one of ours."""
+    try:
+        call_id, reasoning = json.loads(base64.b64decode(text, validate=True))["longrein"]
+    except (binascii.Error, ValueError, TypeError, KeyError, RecursionError):
+        return Sealed(None)
+    return Sealed(call_id, reasoning) if isinstance(call_id, str) and isinstance(reasoning, str) else Sealed(None)
+
+
+def arguments_of(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call's arguments as an object; whoever answered may have written them otherwise."""
+    arguments = call["function"]["arguments"]
+    try:
+        read = json.loads(arguments)
+    except (ValueError, RecursionError):
+        read = None
+    return read if isinstance(read, dict) else {"arguments": arguments}
 
 
 def answer_of(
-    call: Call, rollout: Rollout, decode: Callable[[Sequence[int]], str] | None = None, *, logprobs: bool = False
+    call: Call,
+    rollout: Rollout,
+    decode: Callable[[Sequence[int]], str] | None = None,
+    *,
+    logprobs: bool = False,
+    stop: Sequence[str] = (),
 ) -> Answer:
-    """A recorded call as an answer; `decode` names the tokens when log-probabilities were asked for."""
-    tokens = None
+    """A recorded call as an answer; `decode` names the tokens when log-probabilities or stop words were asked for."""
+    tokens = word = None
     if logprobs and decode is not None:
         pairs = zip(call.completion_ids.tolist(), call.logprobs.tolist(), strict=True)
         tokens = tuple(TokenLogprob(decode([token]), logprob) for token, logprob in pairs)
+    if stop and decode is not None:
+        text = decode(call.completion_ids.tolist())
+        word = min((w for w in stop if w in text), key=text.find, default=None)
     return Answer(
         id=call.id,
         message=call.reply,
@@ -87,4 +205,5 @@ def answer_of(
         prompt_tokens=len(rollout.prompt(call.id)),
         completion_tokens=len(call.completion_ids),
         logprobs=tokens,
+        stop_word=word,
     )

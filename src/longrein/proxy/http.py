@@ -7,8 +7,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from longrein.proxy import chat
-from longrein.proxy.dialect import DialectError
+from longrein.proxy.dialect import Dialect, DialectError
 from longrein.proxy.session import Evidence
 
 MAX_BODY = 32 * 1024**2
@@ -18,7 +17,8 @@ def key_of(http: web.Request) -> str:
     scheme, _, bearer = http.headers.get("Authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return bearer.strip()
-    return http.headers.get("x-api-key") or http.headers.get("api-key") or ""
+    names = ("x-api-key", "x-goog-api-key", "api-key")
+    return next((http.headers[name] for name in names if name in http.headers), "") or http.query.get("key", "")
 
 
 def evidence_of(http: web.Request) -> Evidence:
@@ -46,13 +46,15 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
     return web.Response(body=orjson.dumps(body), status=status, content_type="application/json", headers=headers)
 
 
-def error_response(error: DialectError) -> web.Response:
+def error_response(error: DialectError, dialect: Dialect) -> web.Response:
     # SDKs retry 409 and 5xx on their own; here the answer would be the same.
-    return json_response(chat.error_body(error), error.status, {"x-should-retry": "false"})
+    return json_response(dialect.error_body(error), error.status, {"x-should-retry": "false"})
 
 
-def sse_event(body: Any) -> bytes:
-    return b"data: " + orjson.dumps(body) + b"\n\n"
+def sse_event(body: dict[str, Any]) -> bytes:
+    """An event on the wire, named where it has a type."""
+    name = b"event: " + body["type"].encode() + b"\n" if "type" in body else b""
+    return name + b"data: " + orjson.dumps(body) + b"\n\n"
 
 
 def write_through(http: web.Request) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 from longrein.contract import Intercept, LongreinError, Message, Sampling
 from longrein.proxy import chat
-from longrein.proxy.dialect import Answer, DialectError, ModelRequest, answer_of
+from longrein.proxy.dialect import Answer, DialectError, ModelRequest, PromptTooLong, answer_of, minted
 from longrein.proxy.text import parse_text
 from longrein.recorder import ContextLengthError, Recorder, canonical, cut
 from longrein.rendering import ConversationError, Rendering
@@ -131,6 +131,7 @@ class Session:
         self._loop = loop
         self._exchanges: dict[bytes, list[Exchange]] = {}
         self._by_call: dict[str, Exchange] = {}
+        self._stored: dict[str, tuple[ModelRequest, Answer]] = {}
         self._handlers = 0
         self._quiet = asyncio.Event()
         """Set while no request of this rollout is being answered."""
@@ -149,6 +150,7 @@ class Session:
         """The call this request is about: an earlier one it repeats, or a new one."""
         if self.ended:
             raise _over()
+        request = self._continued(request)
         digest = _digest(request)
         exchange = self._repeated(digest, evidence)
         if exchange is None:
@@ -164,6 +166,41 @@ class Session:
         if request.asked and request.asked not in self.traffic.asked:
             self.traffic.asked.append(request.asked)
         return exchange
+
+    def stored(self, call_id: str | None) -> tuple[ModelRequest, Answer]:
+        """A call that the program may come back to by its id."""
+        if call_id not in self._stored:
+            raise DialectError(404, "There is no stored response of that id.", code="not_found")
+        return self._stored[call_id]
+
+    def forget(self, call_id: str | None) -> None:
+        self.stored(call_id)
+        self._stored.pop(call_id or "", None)
+
+    def count_tokens(self, request: ModelRequest) -> int:
+        """How long a request's prompt is; a guess by its characters, where there is no rendering."""
+        try:
+            if self.rendering is not None:
+                return len(self.rendering.prompt(request.messages, request.tools))
+        except ConversationError as error:
+            raise self._told(error) from None
+        return len(json.dumps([request.messages, request.tools])) // 4 + 1
+
+    def _continued(self, request: ModelRequest) -> ModelRequest:
+        """The request with the conversation before it, where the program named that by an id."""
+        if request.previous is None:
+            return request
+        if request.previous not in self._stored:
+            message = "Previous response with that id not found: it was not stored, or is of another rollout."
+            raise DialectError(400, message, param="previous_response_id", code="previous_response_not_found")
+        before, answer = self._stored[request.previous]
+        said = {**answer.message, "from_call": answer.id}
+        own, new = request.messages[: request.instructions], request.messages[request.instructions :]
+        return replace(request, messages=(*own, *before.messages[before.instructions :], said, *new), previous=None)
+
+    def _remember(self, request: ModelRequest, answer: Answer) -> None:
+        if request.store:
+            self._stored[answer.id] = request, answer
 
     def written(self, exchange: Exchange, is_open: Callable[[], bool], *, whole: bool) -> None:
         """A connection is done with a call: it took the whole reply, or it did not."""
@@ -254,7 +291,9 @@ class Session:
         budget = self.limits.max_tokens
         if budget is not None and self.traffic.tokens >= budget and call.finish_reason == "length":
             self._ran_into("tokens")
-        return answer_of(call, self.rollout, recorder.rendering.decode, logprobs=request.logprobs)
+        answer = answer_of(call, self.rollout, recorder.rendering.decode, logprobs=request.logprobs, stop=request.stop)
+        self._remember(request, answer)
+        return answer
 
     def _allowed(self, request: ModelRequest) -> Sampling:
         """The run's sampling; a program can only ask for less, and the budget leaves what it leaves."""
@@ -267,7 +306,7 @@ class Session:
         if isinstance(error, DialectError):
             return error
         if isinstance(error, ContextLengthError):
-            return chat.context_length_error(error.tokens, error.limit)
+            return PromptTooLong(error.tokens, error.limit)
         if isinstance(error, ConversationError):
             return DialectError(400, str(error), param="messages")
         return self.fail(error)
@@ -293,13 +332,14 @@ class Session:
         prompt_ids, tokens = self._prompt(request), 0
         message = self._read(completion, request, prompt_ids)
         for index, call in enumerate(message.get("tool_calls", ())):
-            call.setdefault("id", f"call_{exchange.turn}_{index}")
+            call.setdefault("id", minted("call", f"turn{exchange.turn}", index))
         if self.rendering is not None:
             tokens = len(self.rendering.encode_reply(completion if isinstance(completion, str) else message))
         finish_reason = "tool_calls" if message.get("tool_calls") else "stop"
         self._find(intercept, take=True)
         self.traffic.tokens += tokens
         answer = Answer(f"turn{exchange.turn}", message, finish_reason, len(prompt_ids), tokens)
+        self._remember(request, answer)
         self._loop.call_soon_threadsafe(_settle, exchange.answer, answer)
 
     def refuse(self, intercept: Intercept, error: Exception) -> None:
