@@ -1,0 +1,317 @@
+"""A causal language model's hidden states over a prefix tree: one pass, each distinct prefix once.
+
+Always true: the hidden state of a token, and every gradient through it, is what a pass over its row alone would give. The
+model's code is its own: only its attention is led through `TreeAttention`, by transformers' attention and mask
+interfaces, and only for the duration of a pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from longrein.contract import LongreinError
+from longrein.training.tree import PrefixTree
+from longrein.training.tree_attention import TreeAttention
+
+logger = logging.getLogger(__name__)
+
+NAME = "longrein_tree"
+"""Of our attention among transformers' attention implementations."""
+
+
+class Way(NamedTuple):
+    """How a model's rows may be forwarded: `tree` (each distinct prefix once), `packed` (no padding) or `padded`."""
+
+    name: Literal["tree", "packed", "padded"]
+    reason: str
+    """Why not a better one; empty for `tree`."""
+
+
+class Unpackable(LongreinError):
+    """The model does something between tokens that a packed pass would get wrong."""
+
+
+def packed_hidden(model: nn.Module, tree: PrefixTree, *, backend: str = "auto") -> Tensor:
+    """(N, hidden) the decoder's last hidden state, after its final norm, of each token of the tree; gradients flow.
+
+    `model` is a causal language model, bare or with PEFT adapters, for which `way_for` says `tree` (or `packed`, for a
+    tree made with `share=False`).
+    """
+    return _hidden(model, tree, backend, reach=0)
+
+
+def _hidden(model: nn.Module, tree: PrefixTree, backend: str, reach: int) -> Tensor:
+    decoder = decoder_of(model)
+    device = next(decoder.parameters()).device
+    if not len(tree):
+        raise LongreinError("there is no token to forward: every row given is empty")
+    attention = TreeAttention(tree, device, backend)
+    ids, positions = (torch.as_tensor(array, device=device)[None] for array in (tree.ids, tree.positions))
+    lead = _Lead(decoder, attention, max(reach, attention.longest))
+    with _led(lead), _checkpoints_led(lead):
+        # a mask of ones says that nothing is padding; without it positions that jump would be taken for packed rows
+        output = decoder(input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=positions, use_cache=False)
+    return output.last_hidden_state[0]
+
+
+_ways: weakref.WeakKeyDictionary[nn.Module, dict[Any, Way]] = weakref.WeakKeyDictionary()
+
+
+def way_for(model: nn.Module) -> Way:
+    """The best way that is exact for this model as it stands, said once in the log where it is not the tree."""
+    config = getattr(model, "config", None)
+    key = (model.training, getattr(config, "output_router_logits", False))
+    known = _ways.setdefault(model, {})
+    if key not in known:
+        known[key] = _decide(model)
+        if known[key].name != "tree":
+            logger.warning("%s: rows are forwarded %s, since %s", type(model).__name__, *known[key])
+    return known[key]
+
+
+def _decide(model: nn.Module) -> Way:
+    try:
+        _refuse(model)
+        if not (reason := _random(model) or _difference(model, share=True)):
+            return Way("tree", "")
+        worse = _difference(model, share=False)
+        return Way("padded", worse) if worse else Way("packed", reason)
+    except Exception as error:  # whatever a packed pass of an unknown model runs into, the padded one stands
+        return Way("padded", str(error) or type(error).__name__)
+
+
+def _refuse(model: nn.Module) -> None:
+    """Raise where a look at the model is enough to know that its rows cannot be packed."""
+    for name, adapter in getattr(model, "peft_config", {}).items():
+        if getattr(adapter, "is_prompt_learning", False) or getattr(adapter, "alora_invocation_tokens", None):
+            raise Unpackable(f"the adapter {name!r} ({type(adapter).__name__}) acts on rows, not on tokens")
+    decoder = decoder_of(model)
+    if any(hasattr(parameter, "ds_id") or hasattr(parameter, "device_mesh") for parameter in decoder.parameters()):
+        raise Unpackable("its parameters are sharded, and only a pass of the whole model gathers them")
+    for module in decoder.modules():
+        if isinstance(module, nn.Conv1d):
+            raise Unpackable(f"{type(decoder).__name__} has a convolution over tokens")
+    for config in _configs(decoder):
+        if getattr(config, "output_router_logits", False):
+            raise Unpackable("the load-balancing loss of its experts counts every token of every row")
+        if model.training:
+            for name, value in vars(config).items():
+                if "att" in name and "drop" in name and isinstance(value, float) and value > 0:
+                    raise Unpackable(f"{name} is {value}")
+
+
+def _random(model: nn.Module) -> str:
+    """What would give a shared token one random draw where each of its rows has its own."""
+    decoder = decoder_of(model)
+    for name, module in decoder.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
+            return f"{name} drops out {module.p} of its inputs, differently in each row"
+    if model.training and any(getattr(config, "router_jitter_noise", 0) for config in _configs(decoder)):
+        return "router_jitter_noise is not 0, and differs in each row"
+    return ""
+
+
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
+"""Relative; half precision has 0.1. What a packed pass gets wrong, it gets wrong by the size of the values."""
+REACH = 1 << 17
+"""Masks are looked at up to this position when a way is decided: chunks and windows are long."""
+
+
+def _difference(model: nn.Module, *, share: bool) -> str:
+    """Where a packed pass over a few short rows differs from a plain pass over each; empty where it does not.
+
+    Every module's output is compared and not the last one's only: what comes out of a fresh model's new layer may be
+    multiplied by zero today.
+    """
+    decoder = decoder_of(model)
+    size = model.get_input_embeddings().num_embeddings  # pyright: ignore[reportCallIssue]
+    rows = _trial_rows(min(size, 1000))
+    tree = PrefixTree.of(rows, share=share)
+    device = next(decoder.parameters()).device
+    places = torch.as_tensor(np.concatenate(tree.places), device=device)
+    with _evaluating(model), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        with _outputs(decoder) as packed:
+            _hidden(model, tree, "auto", REACH)
+        plain = []
+        for row in rows:
+            with _outputs(decoder) as outputs:
+                model(input_ids=torch.as_tensor(row, device=device)[None], use_cache=False)
+            plain.append(outputs)
+    for name, results in packed.items():
+        for index, result in enumerate(results):
+            if result.shape[:2] != (1, len(tree)):  # not by token: a router's choices, an expert's share
+                continue
+            expected = torch.cat([outputs[name][index][0] for outputs in plain]).flatten(1).float()
+            errors = (result[0, places].flatten(1).float() - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-6)
+            exact = result.dtype in TOLERANCE  # in half precision a token may be routed to another expert by rounding
+            error = (errors if exact else errors[places >= int(tree.ends[0])]).quantile(1.0 if exact else 0.5).item()
+            if not error < TOLERANCE.get(result.dtype, 0.1):
+                return f"a packed pass changes what {name or type(decoder).__name__} gives by {error:.2g}"
+    return ""
+
+
+def _trial_rows(size: int) -> list[np.ndarray]:
+    """Short rows with forks at several depths, one row that ends inside another, and one that shares nothing."""
+    ids = np.random.default_rng(0).integers(0, size, 40)
+    ids[[5, 10, 15, 20, 25]] = np.arange(5) % size  # where rows fork, they differ
+    trunk = ids[:5]
+    return [
+        np.concatenate(parts)
+        for parts in (
+            [trunk, ids[5:9]],
+            [trunk, ids[10:15], ids[15:18]],
+            [trunk, ids[10:15], ids[20:23]],
+            [trunk],
+            [ids[25:]],
+        )
+    ]
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _outputs(decoder: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+    """What each module gives during the pass, call by call."""
+    found: dict[str, list[Tensor]] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, (tuple, list)) and output else output
+            if isinstance(first, Tensor) and first.dim() >= 2:
+                found.setdefault(name, []).append(first)
+
+        return hook
+
+    handles = [module.register_forward_hook(keep(name)) for name, module in decoder.named_modules()]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _configs(decoder: nn.Module) -> list[Any]:
+    return list({id(module.config): module.config for module in decoder.modules() if hasattr(module, "config")}.values())
+
+
+def decoder_of(model: Any) -> Any:
+    """The module under the output head."""
+    return (model.get_base_model() if hasattr(model, "peft_config") else model).get_decoder()
+
+
+class _Lead(NamedTuple):
+    """A pass under way: whose attention is led, through what, and up to which position masks are looked at."""
+
+    decoder: nn.Module
+    attention: TreeAttention
+    reach: int
+
+
+_state = threading.local()
+
+
+@contextmanager
+def _led(lead: _Lead) -> Iterator[None]:
+    """The decoder's attention goes through ours, in this thread."""
+    before = [(config, config._attn_implementation_internal) for config in _configs(lead.decoder)]
+    outer = getattr(_state, "lead", None)
+    _state.lead = lead
+    for config, _ in before:
+        config._attn_implementation_internal = NAME
+    try:
+        yield
+    finally:
+        _state.lead = outer
+        for config, name in before:
+            config._attn_implementation_internal = name
+
+
+@contextmanager
+def _checkpoints_led(lead: _Lead) -> Iterator[None]:
+    """Layers that gradient checkpointing runs again, in the backward pass, find the same attention."""
+
+    def led(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        def run(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            def again(*inputs: Any, **options: Any) -> Any:
+                with _led(lead):
+                    return layer(*inputs, **options)
+
+            return checkpoint(again, *args, **kwargs)
+
+        return run
+
+    modules = [module for module in lead.decoder.modules() if "_gradient_checkpointing_func" in vars(module)]
+    before: list[Any] = [module._gradient_checkpointing_func for module in modules]
+    for module, checkpoint in zip(modules, before, strict=True):
+        vars(module)["_gradient_checkpointing_func"] = led(checkpoint)
+    try:
+        yield
+    finally:
+        for module, checkpoint in zip(modules, before, strict=True):
+            vars(module)["_gradient_checkpointing_func"] = checkpoint
+
+
+HARMLESS = ("position_ids", "cache_position")
+"""Tensors some models hand to their attention that plain attention makes no use of."""
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in place of its own attention."""
+    lead: _Lead = _state.lead
+    name = type(module).__name__
+    if attention_mask is None:
+        raise Unpackable(f"{name} gives its attention no mask, so how far it reads is unknown")
+    if dropout:
+        raise Unpackable(f"{name} has attention dropout of {dropout}")
+    if extra := [key for key, item in kwargs.items() if isinstance(item, Tensor) and key not in HARMLESS]:
+        raise Unpackable(f"{name} gives its attention {', '.join(extra)}, which is not known here")
+    window = int(attention_mask)
+    return lead.attention(query, key, value, scale=scaling, window=window or None, softcap=softcap), None
+
+
+def _mask(*args: Any, mask_function: Callable[..., Tensor], **kwargs: Any) -> Tensor:
+    """What transformers calls in place of making a mask: how far back a token reads, 0 for all the way."""
+    lead: _Lead = _state.lead
+    last = lead.reach - 1
+    zero = torch.zeros((), dtype=torch.long)
+    queries, keys = torch.tensor([[last], [max(0, last - 1)]]), torch.arange(last + 1)
+    reads = mask_function(zero, zero, queries, keys)
+    window = int(reads[0].sum())
+    expected = (keys <= queries) & (keys > queries - window)
+    if not torch.equal(reads.broadcast_to(expected.shape), expected):
+        raise Unpackable("the model's attention mask is neither causal nor a sliding window")
+    return torch.full((1, 1, 1, 1), window if window <= last else 0)
+
+
+AttentionInterface.register(NAME, _attend)
+AttentionMaskInterface.register(NAME, _mask)
