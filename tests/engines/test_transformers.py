@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from longrein.contract import LongreinError, Sampled, SampleRequest, Sampling
-from longrein.engines import transformers as engines
+from longrein.engines import drawing
 from longrein.engines.transformers import TransformersEngine
 
 Model = Callable[..., Any]
@@ -109,7 +109,7 @@ def test_a_truncated_draw_stays_inside_what_is_kept(engine: TransformersEngine, 
 def test_truncation_is_what_its_definitions_say(logits: list[float], top_k: int, top_p: float, min_p: float) -> None:
     logps = torch.log_softmax(torch.tensor([logits]), dim=-1)
     sampling = Sampling(top_k=top_k, top_p=top_p, min_p=min_p)
-    ours = engines.truncated(torch.cat([logps, logps]), [sampling, Sampling()])
+    ours = drawing.truncated(torch.cat([logps, logps]), [sampling, Sampling()])
     assert torch.equal(ours[1], logps[0])  # a row that asks for nothing is left alone, whatever its neighbour asks
     if not sampling.truncated:
         return
@@ -124,7 +124,7 @@ def test_truncation_is_what_its_definitions_say(logits: list[float], top_k: int,
 def test_the_ends_of_the_noise_draw_kept_tokens_too(
     random_model: Model, monkeypatch: pytest.MonkeyPatch, noise: float
 ) -> None:
-    monkeypatch.setattr(engines, "uniforms", lambda seeds, positions: np.full(len(seeds), noise))
+    monkeypatch.setattr(drawing, "uniforms", lambda seeds, positions: np.full(len(seeds), noise))
     for seed in range(5):
         with closing(TransformersEngine(random_model(VOCABULARY, seed))) as engine:
             (reply,) = sample(engine, request(top_k=3, max_tokens=30))
@@ -267,14 +267,15 @@ def test_a_paused_engine_lets_its_batch_end_and_starts_none(engine: Transformers
 
 
 class Held:
-    """Holds the engine's forward passes until it is let go; `entered` says that a batch has begun."""
+    """Holds the engine's steps until it is let go; `entered` says that one has begun, `sizes` how many replies each drew for."""
 
     def __init__(self, engine: TransformersEngine) -> None:
+        sample(engine, request(max_tokens=1))  # the engine has tried the model and knows how to forward it
         self.entered, self.go, self.sizes = threading.Event(), threading.Event(), []
         engine.model.register_forward_pre_hook(self._wait, with_kwargs=True)
 
     def _wait(self, _: Any, __: Any, kwargs: dict[str, Any]) -> None:
-        self.sizes.append(len(kwargs["input_ids"]))
+        self.sizes.append(kwargs["logits_to_keep"])
         self.entered.set()
         assert self.go.wait(timeout=30)
 

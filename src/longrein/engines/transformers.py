@@ -1,82 +1,109 @@
-"""Samples in this process with a transformers model, everything that waits as one batch.
+"""Samples in this process with a transformers model: a request joins the running batch at the next step and leaves when done.
 
-Always true: a reply is a function of its request and the weights. Its noise is keyed by the request's seed and the position
-in the reply, drawn by inverse CDF, so the batch around it changes the last bits of its log-probabilities, and its tokens only
-where a draw falls that near to the border of two tokens. Nothing is kept between batches, so weights may change whenever no
-batch is running.
+Always true: a reply is a function of its request and the weights. Its noise is keyed by the request's seed and the position in
+the reply, drawn by inverse CDF, so what else is sampled changes the last bits of its log-probabilities, and its tokens only
+where a draw falls that near to the border of two tokens. Keys and values never outlive the weights they were made with: before
+each step the parameters' version counters and `policy_version` are compared with those of the step before, and a change drops
+all of them. A reply that runs while the weights change is forwarded again and goes on under the new ones; its `policy_version`
+is that of its first token.
 
-A first, plain form: a batch is prefilled with left padding and decoded in step; requests that come meanwhile form the next.
+Conversations keep their keys and values between turns and rollouts of a task share their prompt's, found by comparing tokens
+(`slots.py`); models that the slot cache does not fit are recognised and sampled plainly (`forwarding.py`).
+
+transformers' own continuous batching was measured first (`benchmarks/engine.py` still does): it shares whole pages of 256
+tokens only, gathers the cache of every row at every step, draws all rows from one generator and keeps its cache when weights
+change, and with all that tuned it was the slower one by more than half.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from longrein.contract import LongreinError, Sampled, SampleRequest, Sampling
-from longrein.noise import uniforms
-
-GATHER_SECONDS = 0.002
-"""How long a batch waits for one more request after the last one came."""
+from longrein.contract import LongreinError, Sampled, SampleRequest
+from longrein.engines import forwarding
+from longrein.engines.drawing import Drawer
+from longrein.engines.forwarding import Forward
+from longrein.engines.slots import Wait
 
 
 class TransformersEngine:
     """Samples from `model`, which may be the trainer's own module: weights are shared, nothing is copied.
 
+    `max_batch` replies run at once; the others wait. `cache_tokens` bounds the keys and values that are kept, in tokens: None
+    takes a quarter of the free memory of a GPU, an eighth of the machine's on a CPU.
+
     >>> engine = TransformersEngine(model)                                       # doctest: +SKIP
     >>> asyncio.run(engine.sample(SampleRequest([1, 2], Sampling(max_tokens=8), frozenset({0}), seed=7)))  # doctest: +SKIP
     """
 
-    def __init__(self, model: PreTrainedModel, *, max_batch: int = 256) -> None:
+    def __init__(self, model: PreTrainedModel, *, max_batch: int = 256, cache_tokens: int | None = None) -> None:
+        if cache_tokens is not None and cache_tokens < 1:
+            raise LongreinError(f"cache_tokens is {cache_tokens}; it must be 1 or more, or None")
         self.model = model
         self.max_batch = max_batch
+        self.cache_tokens = cache_tokens
         self.policy_version = 0
         self.forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
-        """Entered around every batch; a trainer puts its autocast here."""
-        self._waiting: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
+        """Entered around every run of steps; a trainer puts its autocast here."""
+        self._arrived: deque[_Reply] = deque()
+        self._waiting: deque[_Reply] = deque()
+        self._running: list[_Reply] = []
+        self._done: list[_Reply] = []
+        self._drawing: tuple[list[_Reply], Drawer] | None = None
+        self._forward: Forward | None = None
+        self._made_for: tuple[Any, ...] = ()
+        self._weights: tuple[Any, ...] = ()
         self._cancellations = 0
         self._worker: threading.Thread | None = None
-        self._lock = threading.Lock()
-        self._batch_may_run = threading.Event()
-        self._batch_may_run.set()
-        self._no_batch_runs = threading.Condition()
-        self._batch_runs = False
-        self._closed = False
+        self._changed = threading.Condition()
+        self._handing_over: set[asyncio.AbstractEventLoop] = set()
+        self._paused = self._steps_run = self._closed = False
 
     async def sample(self, request: SampleRequest) -> Sampled:
-        self._check(request)
-        future: Future[Sampled] = Future()
-        with self._lock:
+        tokens = self._checked(request)
+        loop = asyncio.get_running_loop()
+        reply = _Reply(request, tokens, self._limit(request), loop, self._cancellations)
+        with self._changed:
             if self._closed:
                 raise LongreinError("this engine is closed; make a new one to sample again")
             if self._worker is None:
                 self._worker = threading.Thread(target=self._work, name="longrein-engine", daemon=True)
                 self._worker.start()
-            self._waiting.put(_Waiting(request, future, self._cancellations))
-        return await asyncio.wrap_future(future)
+            self._arrived.append(reply)
+            if loop not in self._handing_over:  # everything that asks in this turn of the loop is handed over at once
+                self._handing_over.add(loop)
+                loop.call_soon(self._hand_over, loop)
+        try:
+            return await reply.future
+        except asyncio.CancelledError:
+            reply.cancelled = True
+            raise
 
     def cancel(self) -> None:
-        """Refuse what waits, and the running batch at its next token; later requests are served again."""
+        """Refuse what waits and, at the next step, what runs; later requests are served again."""
         self._cancellations += 1
 
     def pause(self) -> None:
-        """Return once no batch runs; none starts before `resume`. Requests wait."""
-        self._batch_may_run.clear()
-        with self._no_batch_runs:
-            self._no_batch_runs.wait_for(lambda: not self._batch_runs)
+        """Return once what runs has come to its end; nothing new begins before `resume`. Requests wait."""
+        with self._changed:
+            self._paused = True
+            self._changed.wait_for(lambda: not self._steps_run)
 
     def resume(self) -> None:
-        self._batch_may_run.set()
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy `(name, tensor)` pairs into the model; call it between `pause` and `resume`."""
@@ -88,219 +115,272 @@ class TransformersEngine:
                 parameters[name].copy_(tensor)
 
     def close(self) -> None:
-        """End the worker. Requests that wait are refused."""
-        self.resume()
-        with self._lock:
-            self._closed = True
+        """End the worker once what runs has come to its end. Requests that wait are refused."""
+        with self._changed:
+            self._closed, self._paused = True, False
             worker, self._worker = self._worker, None
-            self._waiting.put(None)
+            self._changed.notify_all()
         if worker is not None and worker is not threading.current_thread():
             worker.join()
 
-    def _check(self, request: SampleRequest) -> None:
-        """Refuse what would fail the batch it is in, and every other request there."""
+    @property
+    def context_length(self) -> int | None:
+        """Tokens of the longest conversation: what the model reads, within what the cache holds."""
+        lengths = [length for length in (forwarding.context_length(self.model), self.cache_tokens) if length is not None]
+        return min(lengths, default=None)
+
+    @property
+    def forwarded_tokens(self) -> int:
+        """Tokens that went through the model so far: what was not found in the cache."""
+        return self._forward.forwarded if self._forward else 0
+
+    def _checked(self, request: SampleRequest) -> array[int]:
+        """The prompt; what would fail the step it is in, and every other request there, is refused."""
         ids = np.asarray(request.prompt_ids)
         vocabulary = self.model.config.get_text_config().vocab_size
         if not ids.size:
             raise LongreinError("the prompt has no tokens; an engine needs at least one")
         if ids.min() < 0 or ids.max() >= vocabulary:
-            raise LongreinError(f"the prompt holds the id {ids.max()}; the model knows ids from 0 to {vocabulary - 1}")
+            wrong = ids.min() if ids.min() < 0 else ids.max()
+            raise LongreinError(f"the prompt holds the id {wrong}; the model knows ids from 0 to {vocabulary - 1}")
         if self.context_length is not None and ids.size >= self.context_length:
             raise LongreinError(f"the prompt has {ids.size} tokens; the model reads and writes {self.context_length}")
         if request.sampling.max_tokens is None and self.context_length is None:
             raise LongreinError("Sampling.max_tokens is None and the model states no context length; set one")
+        return array("i", ids.astype(np.int32).tobytes())
 
-    @property
-    def context_length(self) -> int | None:
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+    def _limit(self, request: SampleRequest) -> float:
+        room = (self.context_length or math.inf) - len(request.prompt_ids)
+        return min(request.sampling.max_tokens or math.inf, room)
+
+    def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._changed:
+            self._handing_over.discard(loop)
+            self._changed.notify_all()
+
+    # ---- the worker's thread
 
     def _work(self) -> None:
-        while (batch := self._gather()) is not None:
-            batch = [waiting for waiting in batch if waiting.future.set_running_or_notify_cancel()]
-            if not batch:
-                continue
-            self._begin_batch()
-            try:
-                replies = self._generate([waiting.request for waiting in batch], batch[0].cancellations)
-            except BaseException as error:
-                for waiting in batch:
-                    waiting.future.set_exception(error)
-            else:
-                for waiting, reply in zip(batch, replies, strict=True):
-                    waiting.future.set_result(reply)
-            finally:
-                with self._no_batch_runs:
-                    self._batch_runs = False
-                    self._no_batch_runs.notify_all()
+        with torch.inference_mode():
+            while self._wait_for_work():
+                try:
+                    with self._sampling_mode(), self.forward_context():
+                        self._make_ready()
+                        while self._take_in() and not self._weights_changed():
+                            self._step()
+                            if self._running or self._waiting:
+                                self._deliver()
+                except BaseException as error:
+                    self._fail(error)
+                # Who gets the last reply may train at once: the model is as it was, and no step runs.
+                with self._changed:
+                    self._steps_run = False
+                    self._changed.notify_all()
+                self._deliver()
+        for reply in (*self._waiting, *self._arrived):
+            reply.refuse(LongreinError("the engine was closed before this request was sampled"))
 
-    def _begin_batch(self) -> None:
-        while True:
-            self._batch_may_run.wait()
-            with self._no_batch_runs:
-                self._batch_runs = True
-                if self._batch_may_run.is_set():
-                    return
-                self._batch_runs = False  # a pause came between the two
-                self._no_batch_runs.notify_all()
+    def _wait_for_work(self) -> bool:
+        """Wait until there is something to run; False once the engine is closed."""
 
-    def _gather(self) -> list[_Waiting] | None:
-        """Everything that waits, up to `max_batch`; None once the engine is closed."""
-        item = self._waiting.get()
-        batch = []
-        while item is not None:
-            batch.append(item)
-            if len(batch) == self.max_batch:
-                return batch
-            try:
-                item = self._waiting.get(timeout=GATHER_SECONDS)
-            except queue.Empty:
-                return batch
-        for waiting in batch:
-            if waiting.future.set_running_or_notify_cancel():
-                waiting.future.set_exception(LongreinError("the engine was closed before this request was sampled"))
-        return None
+        def ready() -> bool:
+            asked = bool(self._arrived) and not self._handing_over
+            return bool(self._running) or self._closed or (not self._paused and (asked or bool(self._waiting)))
 
-    def _generate(self, requests: Sequence[SampleRequest], cancellations: int) -> list[Sampled]:
+        with self._changed:
+            self._changed.wait_for(ready)
+            self._steps_run = bool(self._running) or not self._closed
+            return self._steps_run
+
+    @contextmanager
+    def _sampling_mode(self) -> Iterator[None]:
         in_training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
-            with torch.no_grad(), self.forward_context():
-                batch = _Batch(self.model, requests, self.policy_version, self.context_length)
-                return batch.run(cancelled=lambda: self._cancellations != cancellations)
+            yield
         finally:
             for module in in_training:
                 module.training = True
 
+    def _make_ready(self) -> None:
+        """See that the forward fits the model as it is, and that what it keeps was made with these weights."""
+        model = self.model
+        made_for = (model, model.dtype, model.device, self.forward_context, self.cache_tokens)
+        if self._forward is None or made_for != self._made_for:
+            forwarded = self.forwarded_tokens
+            self._forward = None  # its memory is free before the next one takes some
+            self._forward = forwarding.choose(model, self.cache_tokens)
+            self._forward.forwarded = forwarded
+            self._made_for = made_for
+            self._weights = self._weights_now()
+        elif self._weights != self._weights_now():
+            self._forget()
 
-class _Waiting(NamedTuple):
-    request: SampleRequest
-    future: Future[Sampled]
-    cancellations: int
-    """How often the engine had been told to cancel when this came."""
-
-
-class _Drawn(NamedTuple):
-    ids: torch.Tensor
-    logprobs: torch.Tensor
-    sampler_logprobs: torch.Tensor
-
-
-class _Batch:
-    """One batch on its way from prompts to replies."""
-
-    def __init__(self, model: PreTrainedModel, requests: Sequence[SampleRequest], version: int, context: int | None) -> None:
-        self.model, self.requests, self.version = model, requests, version
-        self.device = model.device
-        # A mixture of experts would compute its auxiliary loss, over a mask that the cache makes too long.
-        routed = hasattr(model.config.get_text_config(), "output_router_logits")
-        self.model_kwargs: dict[str, Any] = {"output_router_logits": False} if routed else {}
-        self.limits = [
-            min(request.sampling.max_tokens or math.inf, (context or math.inf) - len(request.prompt_ids))
-            for request in requests
+    def _weights_now(self) -> tuple[Any, ...]:
+        self._watched = [*self.model.parameters(), *self.model.buffers()]
+        self._version_sum = self._versions()
+        adapters = [
+            (str(module.active_adapters), module.disable_adapters, str(module.merged_adapters))
+            for module in self.model.modules()
+            if hasattr(module, "merged_adapters")  # a layer that PEFT has wrapped
         ]
-        self.ids: list[list[int]] = [[] for _ in requests]
-        self.logprobs: list[list[float]] = [[] for _ in requests]
-        self.sampler_logprobs: list[list[float]] = [[] for _ in requests]
-        self.finish: list[str | None] = [None] * len(requests)
-
-    def run(self, cancelled: Callable[[], bool]) -> list[Sampled]:
-        rows = list(range(len(self.requests)))
-        input_ids, mask, positions = self._left_padded()
-        cache = DynamicCache(config=self.model.config)
-        while True:
-            if cancelled():
-                raise LongreinError("the engine was told to cancel what it was sampling")
-            output = self.model(
-                input_ids=input_ids,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-                **self.model_kwargs,
-            )
-            drawn = self._draw(output.logits[:, -1], rows)
-            self._append(rows, drawn)
-            alive = [index for index, row in enumerate(rows) if self.finish[row] is None]
-            if not alive:
-                return [self._sampled(row) for row in range(len(self.requests))]
-            next_ids, positions = drawn.ids[:, None], positions[:, -1:] + 1
-            mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
-            if 2 * len(alive) <= len(rows):  # finished rows ride along until half the batch is done
-                keep = torch.tensor(alive, device=self.device)
-                cache.batch_select_indices(keep)
-                rows = [rows[index] for index in alive]
-                next_ids, positions, mask = next_ids[keep], positions[keep], mask[keep]
-            input_ids = next_ids
-
-    def _left_padded(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        width = max(len(request.prompt_ids) for request in self.requests)
-        ids = np.zeros((len(self.requests), width), np.int64)
-        mask = np.zeros_like(ids)
-        for row, request in enumerate(self.requests):
-            ids[row, width - len(request.prompt_ids) :] = request.prompt_ids
-            mask[row, width - len(request.prompt_ids) :] = 1
-        positions = np.maximum(mask.cumsum(1) - 1, 0)
-        return tuple(torch.from_numpy(a).to(self.device) for a in (ids, mask, positions))  # type: ignore[return-value]
-
-    def _draw(self, logits: torch.Tensor, rows: Sequence[int]) -> _Drawn:
-        samplings = [self.requests[row].sampling for row in rows]
-        temperature = logits.new_tensor([s.temperature or 1.0 for s in samplings], dtype=torch.float32)
-        logps = torch.log_softmax(logits.float() / temperature[:, None], dim=-1)
-        kept = truncated(logps, samplings)
-        seeds = np.array([self.requests[row].seed % 2**64 for row in rows], np.uint64)
-        positions = np.array([len(self.ids[row]) for row in rows], np.uint64)
-        noise = torch.from_numpy(uniforms(seeds, positions)).to(self.device)
-        cumulative = kept.double().exp().cumsum(-1)
-        mass = cumulative[:, -1]
-        below = torch.minimum(noise * mass, torch.nextafter(mass, torch.zeros_like(mass)))  # so that a kept token is found
-        ids = torch.searchsorted(cumulative, below[:, None], right=True)[:, 0]
-        greedy = torch.tensor([s.temperature == 0 for s in samplings], device=self.device)
-        ids = torch.where(greedy, logps.argmax(-1), ids)
-        index = ids[:, None]
-        return _Drawn(ids, logps.gather(1, index)[:, 0], kept.gather(1, index)[:, 0])
-
-    def _append(self, rows: Sequence[int], drawn: _Drawn) -> None:
-        columns = zip(rows, drawn.ids.tolist(), drawn.logprobs.tolist(), drawn.sampler_logprobs.tolist(), strict=True)
-        for row, token, logprob, sampler_logprob in columns:
-            if self.finish[row] is not None:
-                continue
-            self.ids[row].append(token)
-            self.logprobs[row].append(logprob)
-            self.sampler_logprobs[row].append(sampler_logprob)
-            if token in self.requests[row].stop_ids:
-                self.finish[row] = "stop"
-            elif len(self.ids[row]) >= self.limits[row]:
-                self.finish[row] = "length"
-
-    def _sampled(self, row: int) -> Sampled:
-        return Sampled(
-            ids=self.ids[row],
-            logprobs=self.logprobs[row],
-            finish_reason=self.finish[row] or "aborted",
-            policy_version=self.version,
-            sampler_logprobs=self.sampler_logprobs[row] if self.requests[row].sampling.truncated else None,
+        return (
+            self.policy_version,
+            self._version_sum,
+            tuple(tensor.data_ptr() for tensor in self._watched),
+            tuple(adapters),
         )
 
+    def _versions(self) -> int:
+        """Grows with every change in place of a weight, whoever makes it."""
+        return sum(0 if tensor.is_inference() else tensor._version for tensor in self._watched)
 
-def truncated(logps: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
-    """Log-probabilities after top-k, top-p and min-p, in that order, renormalised; -inf where a token was cut."""
-    rows = [index for index, sampling in enumerate(samplings) if sampling.truncated]
-    if not rows:
-        return logps
-    part = logps[rows]
-    values, order = part.sort(dim=-1, descending=True)
-    chosen = [samplings[row] for row in rows]
-    vocabulary = part.shape[-1]
-    top_k = torch.tensor([s.top_k or vocabulary for s in chosen], device=part.device)
-    top_p = torch.tensor([s.top_p for s in chosen], device=part.device, dtype=part.dtype)
-    min_p = torch.tensor([s.min_p for s in chosen], device=part.device, dtype=part.dtype)
-    cut = torch.arange(vocabulary, device=part.device)[None] >= top_k[:, None]
-    values = torch.log_softmax(values.masked_fill(cut, -torch.inf), dim=-1)
-    before = values.exp().cumsum(-1) - values.exp()  # mass ahead of each token: the first one always stays
-    cut |= (before >= top_p[:, None]) & (top_p < 1)[:, None]
-    cut |= values.exp() < min_p[:, None] * values[:, :1].exp()
-    values = torch.log_softmax(values.masked_fill(cut, -torch.inf), dim=-1)
-    result = logps.clone()
-    result[rows] = torch.empty_like(part).scatter_(1, order, values)
-    return result
+    def _weights_changed(self) -> bool:
+        return self.policy_version != self._weights[0] or self._versions() != self._version_sum
+
+    def _forget(self) -> None:
+        """Drop what was made with other weights; what runs is forwarded again."""
+        assert self._forward is not None
+        for reply in self._running:
+            reply.kept = None
+        self._waiting.extendleft(reversed(self._running))
+        self._running = []
+        self._forward.forget()
+        self._weights = self._weights_now()
+
+    def _take_in(self) -> bool:
+        """Let go of what is not wanted any more and take in what waits; whether anything runs."""
+        assert self._forward is not None
+        for reply in [reply for reply in self._running if self._unwanted(reply)]:
+            self._running.remove(reply)
+            self._forward.leave(reply)
+        with self._changed:
+            self._waiting.extend(self._arrived)
+            self._arrived.clear()
+            open_to_new = not (self._paused or self._closed)
+        waiting = [reply for reply in self._waiting if not self._unwanted(reply)]
+        self._waiting.clear()
+        same = Counter(reply.prompt_key for reply in waiting) if len(waiting) > 1 else {}
+        full = False
+        for reply in waiting:
+            full = full or len(self._running) >= self.max_batch
+            if full or not (open_to_new or reply.begun):
+                self._waiting.append(reply)
+                continue
+            wait = self._forward.join(reply, alone=same.get(reply.prompt_key, 1) == 1)
+            if wait is None:
+                self._running.append(reply)
+                reply.begin(self.policy_version)
+            else:
+                self._waiting.append(reply)
+                full = wait is Wait.FOR_ROOM
+        return bool(self._running)
+
+    def _unwanted(self, reply: _Reply) -> bool:
+        if reply.cancellations != self._cancellations:
+            reply.refuse(LongreinError("the engine was told to cancel what it was sampling"))
+            return True
+        return reply.cancelled
+
+    def _step(self) -> None:
+        assert self._forward is not None
+        while not self._forward.make_room(self._running):
+            youngest = self._running.pop()  # it is forwarded again when there is room
+            self._forward.leave(youngest)
+            self._waiting.appendleft(youngest)
+        replies, logits = self._forward.step(self._running)
+        if not replies:
+            return
+        drawn = self._drawer(replies, logits.device).draw(logits, np.array([len(reply.ids) for reply in replies]))
+        for reply, *token in zip(replies, *drawn, strict=True):
+            reply.append(*token)
+            if reply.finish is not None:
+                self._done.append(reply)
+                self._running.remove(reply)
+                self._forward.leave(reply)
+
+    def _drawer(self, replies: list[_Reply], device: torch.device) -> Drawer:
+        if self._drawing is None or self._drawing[0] != replies:
+            samplings, seeds = [r.request.sampling for r in replies], [r.request.seed for r in replies]
+            self._drawing = replies, Drawer(samplings, seeds, device)
+        return self._drawing[1]
+
+    def _deliver(self) -> None:
+        """Tell each event loop of its finished replies, all at once."""
+        done, self._done = self._done, []
+        for loop in {reply.loop for reply in done}:
+            of_loop = [reply for reply in done if reply.loop is loop]
+            _in_loop(loop, lambda replies=of_loop: [reply.deliver() for reply in replies])
+
+    def _fail(self, error: BaseException) -> None:
+        """A step broke: whoever was in it hears of it, and nothing it left behind is used."""
+        with self._changed:
+            asked = [*self._running, *self._waiting, *self._arrived]
+            self._arrived.clear()
+        self._running, self._forward = [], None
+        self._waiting.clear()
+        for reply in asked:
+            reply.refuse(error)
+
+
+class _Reply:
+    """A request on its way to its reply."""
+
+    def __init__(
+        self,
+        request: SampleRequest,
+        tokens: array[int],
+        limit: float,
+        loop: asyncio.AbstractEventLoop,
+        cancellations: int,
+    ) -> None:
+        self.request, self.tokens, self.limit = request, tokens, limit
+        self.prompt_key = hash(tokens.tobytes())
+        self.loop = loop
+        self.future: asyncio.Future[Sampled] = loop.create_future()
+        self.cancellations = cancellations
+        """How often the engine had been told to cancel when this came."""
+        self.cancelled = self.begun = False
+        self.version = 0
+        self.kept: Any = None
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.sampler_logprobs: list[float] = []
+        self.finish: str | None = None
+
+    def begin(self, version: int) -> None:
+        if not self.begun:
+            self.begun, self.version = True, version
+
+    def append(self, token: int, logprob: float, sampler_logprob: float) -> None:
+        self.tokens.append(token)
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        self.sampler_logprobs.append(sampler_logprob)
+        if token in self.request.stop_ids:
+            self.finish = "stop"
+        elif len(self.ids) >= self.limit:
+            self.finish = "length"
+
+    def deliver(self) -> None:
+        """In the event loop that waits for it."""
+        if self.future.done():
+            return
+        sampled = Sampled(
+            ids=self.ids,
+            logprobs=self.logprobs,
+            finish_reason=self.finish or "aborted",
+            policy_version=self.version,
+            sampler_logprobs=self.sampler_logprobs if self.request.sampling.truncated else None,
+        )
+        self.future.set_result(sampled)
+
+    def refuse(self, error: BaseException) -> None:
+        _in_loop(self.loop, lambda: self.future.done() or self.future.set_exception(error))
+
+
+def _in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], Any]) -> None:
+    try:
+        loop.call_soon_threadsafe(call)
+    except RuntimeError:
+        return  # the loop is closed: nobody waits there any more
