@@ -235,7 +235,7 @@ def test_a_reply_that_spans_new_weights_goes_on_under_them(engine: TransformersE
     asked = request(prompt, max_tokens=9)
     (reply,) = sample(engine, asked)
     hook.remove()
-    assert reply.policy_version == 7
+    assert (reply.policy_version, reply.versions) == (7, [7] * 4 + [8] * 5)
     rest = request([*prompt, *reply.ids[:4]], max_tokens=5)
     tail = Sampled(reply.ids[4:], reply.logprobs[4:], "length")
     assert_exact(model, rest, tail)

@@ -4,8 +4,8 @@ Always true: a reply is a function of its request and the weights. Its noise is 
 the reply, drawn by inverse CDF, so what else is sampled changes the last bits of its log-probabilities, and its tokens only
 where a draw falls that near to the border of two tokens. Keys and values never outlive the weights they were made with: before
 each step the parameters' version counters and `policy_version` are compared with those of the step before, and a change drops
-all of them. A reply that runs while the weights change is forwarded again and goes on under the new ones; its `policy_version`
-is that of its first token.
+all of them. A reply that runs while the weights change is forwarded again and goes on under the new ones; `Sampled.versions`
+says which token came from which, and `policy_version` is the first token's.
 
 Conversations keep their keys and values between turns and rollouts of a task share their prompt's, found by comparing tokens
 (`slots.py`); models that the slot cache does not fit are recognised and sampled plainly (`forwarding.py`).
@@ -270,7 +270,7 @@ class TransformersEngine:
             wait = self._forward.join(reply, alone=same.get(reply.prompt_key, 1) == 1)
             if wait is None:
                 self._running.append(reply)
-                reply.begin(self.policy_version)
+                reply.begun = True
             else:
                 self._waiting.append(reply)
                 full = wait is Wait.FOR_ROOM
@@ -293,7 +293,7 @@ class TransformersEngine:
             return
         drawn = self._drawer(replies, logits.device).draw(logits, np.array([len(reply.ids) for reply in replies]))
         for reply, *token in zip(replies, *drawn, strict=True):
-            reply.append(*token)
+            reply.append(*token, self._weights[0])
             if reply.finish is not None:
                 self._done.append(reply)
                 self._running.remove(reply)
@@ -341,19 +341,16 @@ class _Reply:
         self.cancellations = cancellations
         """How often the engine had been told to cancel when this came."""
         self.cancelled = self.begun = False
-        self.version = 0
+        self.versions: list[int] = []
         self.kept: Any = None
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.sampler_logprobs: list[float] = []
         self.finish: str | None = None
 
-    def begin(self, version: int) -> None:
-        if not self.begun:
-            self.begun, self.version = True, version
-
-    def append(self, token: int, logprob: float, sampler_logprob: float) -> None:
+    def append(self, token: int, logprob: float, sampler_logprob: float, version: int) -> None:
         self.tokens.append(token)
+        self.versions.append(version)
         self.ids.append(token)
         self.logprobs.append(logprob)
         self.sampler_logprobs.append(sampler_logprob)
@@ -370,8 +367,9 @@ class _Reply:
             ids=self.ids,
             logprobs=self.logprobs,
             finish_reason=self.finish or "aborted",
-            policy_version=self.version,
+            policy_version=self.versions[0],
             sampler_logprobs=self.sampler_logprobs if self.request.sampling.truncated else None,
+            versions=self.versions if self.versions[0] != self.versions[-1] else None,
         )
         self.future.set_result(sampled)
 

@@ -1,0 +1,1 @@
+"""What the numbers in the docs were measured with: `python -m benchmarks.NAME`."""
