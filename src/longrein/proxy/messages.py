@@ -29,6 +29,7 @@ from longrein.proxy.dialect import (
     PromptTooLong,
     arguments_of,
     minted,
+    origin,
     sealed,
     unsealed,
 )
@@ -219,7 +220,10 @@ def _said(blocks: list[tuple[Json, str]]) -> Message:
         elif kind == "tool_use":
             arguments = json.dumps(typed(block, "input", dict, f"{where}.") or {}, ensure_ascii=False)
             function = {"name": required(block, "name", str, f"{where}."), "arguments": arguments}
-            calls.append({"id": required(block, "id", str, f"{where}."), "type": "function", "function": function})
+            call_id = required(block, "id", str, f"{where}.")
+            calls.append({"id": call_id, "type": "function", "function": function})
+            if (source := origin(call_id)) is not None:
+                message["from_call"] = source
         else:
             raise DialectError(400, f"{where} is of type {short(kind)}, which this server never gave.", param=where)
     if thought := "\n\n".join(filter(None, thoughts)):
@@ -241,23 +245,23 @@ def _heard(role: str, blocks: list[tuple[Json, str]], named: set[str]) -> Iterat
                 "content": _text(block.get("content"), f"{where}.content", named),
             }
         else:
-            texts.append(_text([block], where.rpartition("[")[0] or where, named))
+            texts.append(_block_text(block, where, named))
     if texts or not blocks:
         yield {"role": role, "content": "\n\n".join(texts)}
 
 
 def _text(content: Any, where: str, named: set[str] | None = None) -> str:
     """Text, whether it came as text or in blocks."""
-    texts = []
-    for block, at in _as_blocks(content, where):
-        if block.get("type") == "tool_reference" and named is not None:
-            named.add(required(block, "tool_name", str, f"{at}."))
-            texts.append(f"The tool {block['tool_name']} can be called now.")
-        elif block.get("type") == "text" and isinstance(block.get("text"), str):
-            texts.append(block["text"])
-        else:
-            raise DialectError(400, f"{at} is of type {short(block.get('type'))}; only text can be read.", param=at)
-    return "\n\n".join(texts)
+    return "\n\n".join(_block_text(block, at, named) for block, at in _as_blocks(content, where))
+
+
+def _block_text(block: Json, where: str, named: set[str] | None) -> str:
+    if block.get("type") == "tool_reference" and named is not None:
+        named.add(required(block, "tool_name", str, f"{where}."))
+        return f"The tool {block['tool_name']} can be called now."
+    if block.get("type") != "text" or not isinstance(block.get("text"), str):
+        raise DialectError(400, f"{where} is of type {short(block.get('type'))}; only text can be read.", param=where)
+    return block["text"]
 
 
 def _tools(body: Json, named: set[str]) -> Iterator[Tool]:

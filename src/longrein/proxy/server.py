@@ -350,11 +350,12 @@ class InterceptionServer:
 
     async def _gemini(self, http: web.Request, session: Session, dialect: Dialect) -> web.StreamResponse:
         """Google's address holds what other bodies do: the model, what is asked of it, and whether to stream."""
-        method, request = http.match_info["method"], gemini.parse(await read_json(http))
+        method = http.match_info["method"]
+        if method not in ("generateContent", "streamGenerateContent", "countTokens"):
+            return await self._unknown(http, session, dialect)
+        request = gemini.parse(await read_json(http))
         if method == "countTokens":
             return json_response(gemini.token_count(session.count_tokens(request)))
-        if method not in ("generateContent", "streamGenerateContent"):
-            return await self._unknown(http, session, dialect)
         streamed, as_events = method == "streamGenerateContent", http.query.get("alt") == "sse"
         request = replace(request, model=http.match_info["model"], stream=streamed and as_events)
         request.wire["list"] = streamed and not as_events
@@ -423,7 +424,7 @@ class InterceptionServer:
 
 def _spoken(http: web.Request) -> Dialect:
     """The dialect of a request to a route that is not one dialect's own."""
-    if http.path.startswith("/v1beta"):
+    if http.path.startswith("/v1beta") or "x-goog-api-key" in http.headers:
         return gemini
     return messages if "anthropic-version" in http.headers else chat
 
