@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from longrein.contract import Engine, LongreinError, Sampling
 from longrein.noise import derive
 from longrein.recorder import History, Recorder
 from longrein.rendering import Rendering, rendering_for
+from longrein.rollout import Rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -49,6 +51,8 @@ class Agent:
         self.history: History = history
         self.seed = seed
         """Changes from trial to trial; a rollout's seed is made of this, its task and its number."""
+        self.on_finish: Callable[[Rollout], None] | None = None
+        """Told of each of this agent's rollouts as it ends, from whichever thread played it."""
 
     @classmethod
     def from_pretrained(cls, name_or_path: str, *, dtype: Any = None, **kwargs: Any) -> Agent:
@@ -81,7 +85,12 @@ class Agent:
             sampling=self.sampling,
             history=self.history,
             context_length=self.context_length,
+            on_finish=self._finished,
         )
+
+    def _finished(self, rollout: Rollout) -> None:
+        if self.on_finish is not None:
+            self.on_finish(rollout)
 
     def rollout_seed(self, task: Any, occurrence: int, index: int) -> int:
         """The seed of a task's `index`-th rollout; the same in any environment, batch or order."""

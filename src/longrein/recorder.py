@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import json
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
@@ -88,6 +88,7 @@ class Recorder:
         sampling: Sampling | None = None,
         history: History = "sampled",
         context_length: int | None = None,
+        on_finish: Callable[[Rollout], None] | None = None,
     ) -> None:
         if history not in ("sampled", "as_sent"):
             raise LongreinError(f"history is {history!r}; it must be 'sampled' or 'as_sent'")
@@ -96,15 +97,17 @@ class Recorder:
         self.sampling = sampling or Sampling()
         self.history = history
         self.context_length = context_length
+        self.on_finish = on_finish
+        """Told of each record once it has ended."""
         self._open: dict[str, _Open] = {}
         self._lock = threading.Lock()
 
-    def open(self, rollout_id: str, *, seed: int = 0, task: Any = None, env: str = "") -> Rollout:
+    def open(self, rollout_id: str, *, seed: int = 0, task: Any = None, env: str = "", group: str = "") -> Rollout:
         """Start the record of a rollout."""
         with self._lock:
             if rollout_id in self._open:
                 raise LongreinError(f"rollout {rollout_id!r} is already open")
-            state = _Open(Rollout(id=rollout_id, task=task, seed=seed, env=env))
+            state = _Open(Rollout(id=rollout_id, task=task, seed=seed, env=env, group=group))
             self._open[rollout_id] = state
         return state.rollout
 
@@ -115,7 +118,10 @@ class Recorder:
     def finish(self, rollout_id: str) -> Rollout:
         """End the record of a rollout; later calls under its id are refused."""
         with self._lock:
-            return self._state(rollout_id, pop=True).rollout
+            rollout = self._state(rollout_id, pop=True).rollout
+        if self.on_finish is not None:
+            self.on_finish(rollout)
+        return rollout
 
     def generate(
         self,

@@ -98,6 +98,8 @@ class Rollout:
     limit: str | None = None
     """The limit the episode ran into (`turns`, `tokens`, `time`); it is scored like any other."""
     info: dict[str, Any] = field(default_factory=dict)
+    group: str = ""
+    """The rollouts of one task in one trial share it."""
     _children: dict[str | None, list[str]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -163,7 +163,7 @@ class Environment(ABC):
         trial = uuid.uuid4().hex[:12]
         seen: Counter[str] = Counter()
         episodes = []
-        for task in tasks:
+        for number, task in enumerate(tasks):
             key = json.dumps(task, sort_keys=True, default=str)
             occurrence = seen[key]
             seen[key] += 1
@@ -173,6 +173,7 @@ class Environment(ABC):
                     seed=agent.rollout_seed(task, occurrence, index),
                     task=task,
                     env=type(self).__name__,
+                    group=f"{trial}-g{number}",
                 )
                 episodes.append(self._play_one(rollout, recorder))
         return await asyncio.gather(*episodes)

@@ -1,11 +1,12 @@
 """A training job from settings to a run folder: what `longrein train` does, without its display.
 
-Always true of a run folder: `config.json` is there from the start, `metrics.jsonl` grows by a line a step, `model/` loads with
-`from_pretrained`, and `summary.json` comes last and holds the same figures as the closing table.
+Always true of a run folder: `config.json` is there from the start, `run.sqlite` grows by every rollout as it ends, `metrics.jsonl`
+by a line a step, `model/` loads with `from_pretrained`, and `summary.json` comes last and holds the same figures as the closing table.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -26,8 +27,10 @@ from longrein.envs.datasets import checked_row, load_tasks, task_dataset
 from longrein.envs.environment import Environment
 from longrein.envs.hunt import TreasureHunt
 from longrein.noise import derive
+from longrein.runs.schema import FILE
 from longrein.training.advantages import AdvantageName
 from longrein.training.config import GRPOEnvConfig
+from longrein.training.keeper import RunKeeper
 from longrein.training.trainer import GRPOEnvTrainer
 from longrein.training.trials import Collected, EnvironmentCache, collect, environment_class
 
@@ -94,18 +97,23 @@ def train(settings: Settings, folder: Path, *, progress: Progress = lambda event
     train_rows, heldout_rows = datasets_of(settings)
     trainer = make_trainer(settings, agent, train_rows, folder)
     trainer.add_callback(_Report(folder, progress))
-    progress({"stage": "before", "tasks": len(heldout_rows)})
-    before = evaluate(agent, heldout_rows, seed=settings.seed)
-    progress({"stage": "train", "steps": settings.steps, "before": before})
-    try:
-        trainer.train(resume_from_checkpoint=True if settings.resume else None)
-    except KeyboardInterrupt:
-        if trainer.state.global_step:
-            trainer._save_checkpoint(trainer.model, trial=None)
-        raise
-    trainer.save_model(str(folder / "model"))
-    progress({"stage": "after", "tasks": len(heldout_rows)})
-    after = evaluate(agent, heldout_rows, seed=settings.seed)
+    keeper = RunKeeper(trainer, folder)
+    trainer.add_callback(keeper)
+    with contextlib.closing(keeper):
+        progress({"stage": "before", "tasks": len(heldout_rows)})
+        with keeper.phase("before", 0):
+            before = evaluate(agent, heldout_rows, seed=settings.seed)
+        progress({"stage": "train", "steps": settings.steps, "before": before})
+        try:
+            trainer.train(resume_from_checkpoint=True if settings.resume else None)
+        except KeyboardInterrupt:
+            if trainer.state.global_step:
+                trainer._save_checkpoint(trainer.model, trial=None)
+            raise
+        trainer.save_model(str(folder / "model"))
+        progress({"stage": "after", "tasks": len(heldout_rows)})
+        with keeper.phase("after", trainer.state.global_step):
+            after = evaluate(agent, heldout_rows, seed=settings.seed)
     agent.engine.close()
     summary = {
         "heldout_success_before": before.success,
@@ -121,6 +129,7 @@ def train(settings: Settings, folder: Path, *, progress: Progress = lambda event
         "steps": trainer.state.global_step,
         "model": settings.model,
         "versions": versions(),
+        "rollouts": FILE,
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=2))
     return summary

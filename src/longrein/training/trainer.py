@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -127,6 +128,10 @@ class GRPOEnvTrainer(GRPOTrainer):
         self._rollout_seconds = 0.0
         self.last_batch: Collected | None = None
         """The last generation batch as it was played, on the main process: for callbacks and for people."""
+        self.on_collect: Callable[[str, int], None] | None = None
+        """Told, before rollouts are played, for what (`train`, `eval`) and for which step."""
+        self.on_batch: Callable[[Collected, dict[str, Any]], None] | None = None
+        """Told of each generation batch and its arrays, on the main process, before it is trained on."""
 
     @property
     def _textual_logs(self) -> dict[str, Any]:
@@ -171,6 +176,8 @@ class GRPOEnvTrainer(GRPOTrainer):
         self._eval_batches += mode == "eval"
         self._sampler.seed = derive(self.args.seed, mode, step)
         self._sampler.engine.policy_version = self.state.global_step
+        if self.on_collect is not None:
+            self.on_collect(mode, self.state.global_step + (mode == "train"))
         tasks = tasks_of(rows, generations)
         collected = collect(tasks, self.env_cache, self.tokenizer, self.agent, generations)
         flat = flat_groups(collected.final_rewards, collected.group)
@@ -209,6 +216,8 @@ class GRPOEnvTrainer(GRPOTrainer):
             for name in ("padded_agent_mask", "advantages"):
                 arrays[name][collected.truncated[arrays["row_rollout"]]] = 0
         self.last_batch = collected
+        if self.on_batch is not None:
+            self.on_batch(collected, arrays)
         return arrays, metrics
 
     def _fresh_tasks(self, count: int, attempt: int) -> list[dict[str, Any]]:

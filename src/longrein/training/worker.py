@@ -177,7 +177,8 @@ class HarnessRolloutWorker:
 
     def _play(self, group: _Group, task: Any, number: int) -> Rollout:
         rollout_id = f"g{group.id}-{number}"
-        rollout = self.recorder.open(rollout_id, seed=derive(self.seed, group.id, number), task=task, env="harness")
+        seed = derive(self.seed, group.id, number)
+        rollout = self.recorder.open(rollout_id, seed=seed, task=task, env="harness", group=f"g{group.id}")
         session = None
         try:
             session = self.factory.create(task=task, rollout_id=rollout_id)
