@@ -5,9 +5,11 @@ from __future__ import annotations
 import datetime
 import platform
 import statistics
+import threading
 import time
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 
@@ -40,7 +42,65 @@ def alternate(contenders: Mapping[str, Callable[[], Any]], rounds: int) -> dict[
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, run in contenders.items():
-            started = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - started)
+            seconds[name].append(timed(run))
     return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def timed(run: Callable[[], Any]) -> float:
+    """The seconds of one run, with what it left to the GPU."""
+    _settle()
+    started = time.perf_counter()
+    run()
+    _settle()
+    return time.perf_counter() - started
+
+
+def peak_gib(run: Callable[[], Any]) -> float:
+    """The most memory a run holds beyond what was held before it."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        return (torch.cuda.max_memory_allocated() - before) / 2**30
+    done = threading.Event()
+    before = most = _resident()
+
+    def watch() -> None:
+        nonlocal most
+        while not done.wait(0.002):
+            most = max(most, _resident())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        run()
+    finally:
+        done.set()
+        watcher.join()
+    return (most - before) / 2**30
+
+
+def matrix_rate(device: str, dtype: Any) -> float:
+    """Floating-point operations a second of a large matrix product."""
+    import torch
+
+    size = 8192 if device == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    product = torch.empty_like(a)
+    for _ in range(3):
+        torch.mm(a, b, out=product)
+    return 2 * size**3 / min(timed(lambda: torch.mm(a, b, out=product)) for _ in range(10))
+
+
+def _settle() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

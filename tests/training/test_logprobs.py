@@ -7,7 +7,8 @@ import pytest
 import torch
 from trl.trainer.utils import add_fused_lm_head
 
-from longrein.training.logprobs import AgentTokens, trajectory_logps
+from longrein.training.agent_tokens import AgentTokens
+from longrein.training.logprobs import trajectory_logps
 
 IDS = torch.randint(10, 500, (5, 9), generator=torch.Generator().manual_seed(0))
 LENGTHS = torch.tensor([9, 4, 7, 1, 6])

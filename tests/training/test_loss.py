@@ -14,7 +14,8 @@ from trl import GRPOConfig, GRPOTrainer
 from worlds import Ask, row
 
 from longrein import GRPOEnvTrainer
-from longrein.training.logprobs import split_by_rollout
+from longrein.training.logprobs import PackedRows
+from longrein.training.planning import split_by_rollout
 
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 
@@ -161,9 +162,12 @@ def output_gradients(trainer: GRPOEnvTrainer, batch: dict[str, Any]) -> Tensor:
         (gradient,) = torch.autograd.grad(loss, seen[0])
     finally:
         hook.remove()
-    return torch.nn.functional.pad(
-        gradient.norm(dim=-1)[:, :-1], (1, batch["agent_token_mask"].shape[1] - gradient.shape[1])
-    )
+    agent = batch["agent_token_mask"]
+    packed = PackedRows(batch["prompt_completion_ids"].numpy(), agent.numpy().astype(bool))
+    result = torch.zeros(agent.shape)
+    for index, places in enumerate(packed.tree.places):  # every row has agent tokens
+        result[index, 1 : len(places) + 1] = gradient[0, places].norm(dim=-1)
+    return result
 
 
 @pytest.mark.parametrize("loss", LOSSES)

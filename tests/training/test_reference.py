@@ -89,10 +89,10 @@ def test_the_adapter_samples(tmp_path):
             parameter.data.normal_(std=0.5)
     recorded = trainer._generate_and_score_completions(parts.repeated(ROWS))
     assert agent.engine.model is trainer.model
-    own = trainer._trajectory_logps(trainer.model, recorded, 4)
+    own = trainer._trajectory_logps(trainer.model, recorded).logps
     torch.testing.assert_close(recorded["old_per_token_logps"], own, rtol=0, atol=1e-4)
     with trainer.model.disable_adapter():
-        base = trainer._trajectory_logps(trainer.model, recorded, 4)
+        base = trainer._trajectory_logps(trainer.model, recorded).logps
     assert (own - base).abs().max() > 1e-2
 
 

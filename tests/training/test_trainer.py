@@ -79,7 +79,9 @@ def test_a_mixed_batch_is_grouped_played_and_put_back_in_order(tmp_path, monkeyp
     scored = []
     whole = trainer._trajectory_logps
     monkeypatch.setattr(
-        trainer, "_trajectory_logps", lambda model, batch, size: scored.append((model, batch)) or whole(model, batch, size)
+        trainer,
+        "_trajectory_logps",
+        lambda model, batch, **options: scored.append((model, batch)) or whole(model, batch, **options),
     )
     result = trainer._generate_and_score_completions(parts.repeated(rows))
 

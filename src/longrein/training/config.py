@@ -55,8 +55,34 @@ class GRPOEnvConfig(GRPOConfig):
         },
     )
 
+    skip_old_pass: bool = field(
+        default=False,
+        metadata={
+            "help": "Where each generation batch is used for one update, take the old log-probabilities from the loss's own pass "
+            "(detached) instead of a pass of their own."
+        },
+    )
+    packing: Literal["auto", "off"] = field(
+        default="auto",
+        metadata={
+            "help": "Forward each shared prefix once and no padding ('auto'), or rows padded as TRL does ('off'). The loss and "
+            "its gradient are the same."
+        },
+    )
+    packing_backend: str = field(
+        default="auto", metadata={"help": "The attention of packed passes: auto, varlen, flex or sdpa."}
+    )
+    token_budget: int | None = field(
+        default=None,
+        metadata={"help": "Unique tokens a packed pass; unsaid, what half of the device's free memory holds."},
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.packing not in ("auto", "off"):
+            raise LongreinError(f"packing is {self.packing!r}; it must be 'auto' or 'off'")
+        if self.token_budget is not None and self.token_budget < 1:
+            raise LongreinError(f"token_budget is {self.token_budget}; it must be 1 token or more, or unsaid")
         if self.advantages not in ADVANTAGES:
             raise LongreinError(f"advantages is {self.advantages!r}; it must be one of {', '.join(ADVANTAGES)}")
         if not 0 <= self.discount <= 1:

@@ -157,6 +157,7 @@ def make_trainer(settings: Settings, agent: Agent, rows: Any, folder: Path) -> G
         loss_type=settings.loss_type,
         advantages=settings.advantages,
         temperature=settings.temperature,
+        skip_old_pass=True,
         seed=settings.seed,
         report_to=list(settings.report_to),
         logging_steps=1,

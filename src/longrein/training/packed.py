@@ -216,7 +216,7 @@ def _configs(decoder: nn.Module) -> list[Any]:
 
 def decoder_of(model: Any) -> Any:
     """The module under the output head."""
-    return (model.get_base_model() if hasattr(model, "peft_config") else model).get_decoder()
+    return (model.get_base_model() if hasattr(model, "get_base_model") else model).get_decoder()
 
 
 class _Lead(NamedTuple):

@@ -1,8 +1,7 @@
 """`GRPOEnvTrainer`: TRL's GRPO trainer fed by environments.
 
 Always true: trials run on the main process and every rank gets their arrays, or their error; a generation batch holds the
-rollouts of `len(batch) / num_generations` tasks in the order of the batch; in the loss a rollout is one row, whatever it
-forked into, and only agent tokens count.
+rollouts of `len(batch) / num_generations` tasks in the order of the batch.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from accelerate.utils import gather_object, is_peft_model
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl.trainer.grpo_config import GRPOConfig
-from trl.trainer.grpo_trainer import GRPOTrainer
 
 from longrein.agents import Agent, as_agent
 from longrein.contract import LongreinError
@@ -29,7 +27,9 @@ from longrein.noise import derive
 from longrein.training.advantages import Batch, advantages, flat_groups
 from longrein.training.checks import check_agent, check_dataset, check_engine, refuse_arguments
 from longrein.training.config import GRPOEnvConfig, check_config, env_config_of
-from longrein.training.logprobs import AgentTokens, split_by_rollout, trajectory_logps
+from longrein.training.logprobs import carry_packed_passes
+from longrein.training.loss import TrajectoryLoss
+from longrein.training.planning import balanced, split_by_rollout
 from longrein.training.processes import on_main_process
 from longrein.training.trials import Collected, EnvironmentCache, collect, tasks_of
 from longrein.training.trl_compat import (
@@ -53,7 +53,7 @@ MAX_FAILED_BATCHES = 3
 """After so many generation batches in a row in which every rollout failed, the run stops: nothing can be learned."""
 
 
-class GRPOEnvTrainer(GRPOTrainer):
+class GRPOEnvTrainer(TrajectoryLoss):
     """Trains an agent's policy by GRPO on rows `{env_class_path, env_config, task_data}`.
 
     >>> agent = Agent.from_pretrained("Qwen/Qwen3-0.6B")                                         # doctest: +SKIP
@@ -121,6 +121,10 @@ class GRPOEnvTrainer(GRPOTrainer):
         else:
             super().__init__(**common)
         tokenizer.padding_side = padding_side
+        for carrier in (self.model, self.ref_model) if args.packing != "off" else ():
+            if carrier is not None:
+                carrier = self.accelerator.unwrap_model(carrier)
+                carry_packed_passes(carrier.get_base_model() if is_peft_model(carrier) else carrier)
         check_engine(self._sampler.engine, self)
         self._eval_batches = 0
         self._eval_name = ""
@@ -151,7 +155,8 @@ class GRPOEnvTrainer(GRPOTrainer):
         if self._step % (micro_batches * self.num_iterations) == 0 or self._buffered_inputs is None:
             whole = self._generate_and_score_completions(generation_batch)
             order = torch.Generator().manual_seed(derive(self.args.seed, "order", self._step) >> 1)
-            self._buffered_inputs = split_by_rollout(whole, micro_batches, order)
+            windows = max(1, micro_batches // self.args.gradient_accumulation_steps)
+            self._buffered_inputs = split_by_rollout(whole, micro_batches, order, windows=windows)
         return self._buffered_inputs[self._step % micro_batches]
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -199,6 +204,7 @@ class GRPOEnvTrainer(GRPOTrainer):
         arrays = collected.arrays()
         if self.args.old_logps == "recorded" and np.isnan(arrays["padded_logprobs"]).any():
             raise LongreinError("old_logps='recorded', and an environment's run_trial returned no padded_logprobs")
+        arrays["group"] = collected.group
         arrays["advantages"] = advantages(
             self.args.advantages,
             Batch(
@@ -236,8 +242,10 @@ class GRPOEnvTrainer(GRPOTrainer):
     def _local(self, arrays: dict[str, Any], counts: list[int]) -> dict[str, Any]:
         """This rank's rollouts, as tensors on its device; `counts` are the rollouts of each rank."""
         rank, device = self.accelerator.process_index, self.accelerator.device
-        owner = arrays["row_rollout"]
-        rank_of_row = np.searchsorted(np.cumsum(counts), owner, side="right")
+        owner, ids = arrays["row_rollout"], arrays["padded_token_ids"]
+        rows = [row[:length] for row, length in zip(ids, arrays["padded_attn_mask"].sum(1), strict=True)]
+        rank_of = balanced(rows, owner, arrays["group"], counts)
+        rank_of_row = rank_of[owner]
         mine = np.flatnonzero(rank_of_row == rank)
         own, most = len(mine), int(np.bincount(rank_of_row).max())
         mine = np.pad(mine, (0, most - own), mode="edge")  # every rank runs the same forwards: rows that train nothing
@@ -253,7 +261,8 @@ class GRPOEnvTrainer(GRPOTrainer):
         }
         for name in ("agent_token_mask", "advantages"):
             batch[name][own:].zero_()
-        batch["row_rollout"] = torch.as_tensor(owner[mine] - sum(counts[:rank]), device=device)
+        place = np.cumsum(rank_of == rank) - 1
+        batch["row_rollout"] = torch.as_tensor(place[owner[mine]], device=device)
         batch["num_rollouts"] = counts[rank]
         batch["num_items_in_batch"] = torch.tensor(float(arrays["padded_agent_mask"].sum()), device=device)
         return batch
@@ -263,74 +272,28 @@ class GRPOEnvTrainer(GRPOTrainer):
         recorded = batch.pop("recorded_logps")
         size = self.args.per_device_train_batch_size if mode == "train" else self.args.per_device_eval_batch_size
         checkpointing: Any = self.args.gradient_checkpointing_kwargs
+        options = {"batch_size": size, "parts": self._parts(batch)}
         with torch.no_grad(), disable_gradient_checkpointing(self.model, checkpointing):
             if self.args.old_logps == "recorded":
                 batch["old_per_token_logps"] = recorded
+            elif self._old_is_current(mode):
+                batch["old_per_token_logps"] = None
             else:
-                batch["old_per_token_logps"] = self._trajectory_logps(self.model, batch, size)
+                batch["old_per_token_logps"] = self._trajectory_logps(self.model, batch, **options).logps
             batch["ref_per_token_logps"] = None
             if self.beta != 0.0 and self.ref_model is not None:
-                batch["ref_per_token_logps"] = self._trajectory_logps(self.ref_model, batch, size)
+                batch["ref_per_token_logps"] = self._trajectory_logps(self.ref_model, batch, **options).logps
             elif self.beta != 0.0:
                 with reference_adapter(self.accelerator.unwrap_model(self.model)):
-                    batch["ref_per_token_logps"] = self._trajectory_logps(self.model, batch, size)
+                    batch["ref_per_token_logps"] = self._trajectory_logps(self.model, batch, **options).logps
         return batch
 
-    def _trajectory_logps(self, model: Any, batch: dict[str, Any], batch_size: int) -> Tensor:
-        with self.accelerator.autocast():
-            return trajectory_logps(
-                model,
-                batch["prompt_completion_ids"],
-                batch["attention_mask"],
-                batch["agent_token_mask"],
-                batch_size=batch_size,
-            ).logps
-
-    # ---- the loss
-
-    def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Tensor:
-        if return_outputs:
-            raise LongreinError("GRPOEnvTrainer computes a loss and no outputs; call it with return_outputs=False")
-        agent_mask = inputs["agent_token_mask"]
-        row_rollout = inputs.get("row_rollout")
-        if row_rollout is None:  # a row is a rollout
-            row_rollout = torch.arange(len(agent_mask), device=agent_mask.device)
-        tokens = AgentTokens(agent_mask, row_rollout, inputs.get("num_rollouts", len(agent_mask)))
-        ids = tokens.gather(inputs["prompt_completion_ids"])
-        as_trl = {
-            "prompt_ids": ids[:, :1],  # TRL wants a prompt; the forward below reads the trajectories instead
-            "prompt_mask": torch.ones_like(ids[:, :1]),
-            "completion_ids": ids,
-            "completion_mask": tokens.mask,
-            "advantages": tokens.gather(inputs["advantages"]),
-            "num_items_in_batch": inputs.get("num_items_in_batch", agent_mask.sum().float()),
-        }
-        for name in ("old_per_token_logps", "ref_per_token_logps"):
-            if inputs.get(name) is not None:
-                as_trl[name] = tokens.gather(inputs[name])
-        self._trajectories = (inputs, tokens)
-        try:
-            return self._compute_loss(model, as_trl)
-        finally:
-            del self._trajectories
-
-    def _get_per_token_logps_and_entropies(
-        self, model: Any, *args: Any, compute_entropy: bool = False, compute_aux_loss: bool = False, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """TRL's loss asks for the log-probabilities of its rows: those of the trajectories, one row a rollout."""
-        inputs, tokens = self._trajectories
-        with self.accelerator.autocast():
-            logps, entropies, aux_loss = trajectory_logps(
-                model,
-                inputs["prompt_completion_ids"],
-                inputs["attention_mask"],
-                inputs["agent_token_mask"],
-                entropy=compute_entropy,
-                aux_loss=compute_aux_loss,
-            )
-        return tokens.gather(logps), None if entropies is None else tokens.gather(entropies), aux_loss
+    def _old_is_current(self, mode: str) -> bool:
+        """Whether a batch is used for one update only, so that the old log-probabilities are the loss's own."""
+        one_update = (
+            self.num_iterations == 1 and (self.args.steps_per_generation or 1) <= self.args.gradient_accumulation_steps
+        )
+        return self.args.skip_old_pass and (mode == "eval" or one_update)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         self._rollout_seconds, started = 0.0, time.perf_counter()

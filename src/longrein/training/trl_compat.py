@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from trl.models.utils import disable_gradient_checkpointing, prepare_deepspeed, prepare_fsdp
 from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.grpo_config import GRPOConfig
@@ -17,6 +18,7 @@ __all__ = [
     "attach_reference",
     "disable_gradient_checkpointing",
     "environment_reward",
+    "logit_kernels",
     "reference_adapter",
     "without_reference",
 ]
@@ -82,3 +84,20 @@ def attach_reference(trainer: Any, reference: Any) -> None:
 def reference_adapter(model: Any) -> Any:
     """A context in which a PEFT model is its own reference: a copied adapter if there is one, else none."""
     return use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None)
+
+
+class LogitKernels(NamedTuple):
+    """TRL's Triton kernels for a tile of logits: one folds it, one turns it into its gradient."""
+
+    forward: Any
+    backward: Any
+    block: int
+
+
+def logit_kernels(device: torch.device) -> LogitKernels | None:
+    """TRL's kernels where they run, else None."""
+    from trl.kernels import chunked_logprob
+
+    if not chunked_logprob._use_triton(device):
+        return None
+    return LogitKernels(chunked_logprob._forward_kernel, chunked_logprob._backward_kernel, chunked_logprob._BLOCK_SIZE)

@@ -1,0 +1,204 @@
+"""Loss and backward of a training step, ours against TRL's, on the same rows in one process: `python -m benchmarks.train_step`.
+
+What is compared has the same gradient, which is checked before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from benchmarks.measure import alternate, machine, matrix_rate, peak_gib, timed
+from benchmarks.passes import Ours, Trl, TrlTree, Values, make_model
+from benchmarks.workloads import SIZES, WORKLOADS, Row, rows_of
+from longrein.training.logprobs import PackedRows
+
+BARS = {
+    "cpu": {"group": 5.0, "long_prompt": 4.5, "harness": 7.0, "per_turn": 10.0, "none": 3.5},
+    "cuda": {"group": 10.0, "harness": 19.0, "per_turn": 21.0, "none": 4.5},
+}
+MICRO_BATCHES = {"cpu": (16,), "cuda": (1, 2, 4)}
+"""Rows a forward of TRL's; the fastest of them is taken."""
+TOLERANCE = {"cpu": 1e-4, "cuda": 0.1}
+"""Of the gradient: the norm of the difference over the norm, in all; bfloat16 differs by the order of its sums."""
+
+
+class Floor(NamedTuple):
+    """What must be computed at least, in floating-point operations."""
+
+    tokens: int
+    flops: float
+
+
+def floor_of(rows: Sequence[Row], model: Any, *, checkpointing: bool) -> Floor:
+    """Every unique token once through the layers, its attention over those it reads, every scored one through the head: forward,
+    and twice that backward; with checkpointing the layers' forward a second time."""
+    width = max(len(row.ids) for row in rows)
+    ids, mask = (
+        np.stack([np.pad(one, (0, width - len(one))) for one in part])
+        for part in zip(*[row[:2] for row in rows], strict=True)
+    )
+    packed = PackedRows(ids, mask.astype(bool))
+    config = model.config
+    layers = sum(
+        parameter.numel() for name, parameter in model.named_parameters() if ".layers." in name and parameter.dim() > 1
+    )
+    reads = float((packed.tree.positions + 1).sum())
+    attention = 4 * reads * config.num_attention_heads * config.head_dim * config.num_hidden_layers
+    body = 2.0 * layers * len(packed.tree) + attention
+    head = 2.0 * config.vocab_size * config.hidden_size * len(packed.targets)
+    return Floor(len(packed.tree), body * (4 if checkpointing else 3) + head * 3)
+
+
+def gradient_difference(one: Any, other: Any) -> float:
+    """The norm of the difference of two models' gradients over the norm."""
+    difference = size = 0.0
+    for (_, a), (_, b) in zip(one.named_parameters(), other.named_parameters(), strict=True):
+        difference += float((a.grad.float() - b.grad.float()).norm() ** 2)
+        size += float(b.grad.float().norm() ** 2)
+    return (difference / size) ** 0.5
+
+
+class Bench:
+    def __init__(self, device: str, rounds: int) -> None:
+        self.device, self.rounds = device, rounds
+        self.base = make_model(device)
+        folder = tempfile.mkdtemp()
+        self.ours, self.trl = Ours(self.base, folder, device), Trl(self.base, folder, device)
+        self.tree: TrlTree | None = None
+        self.micro: int | None = None
+        self.rate = matrix_rate(device, self.base.dtype)
+        self.vocabulary = self.base.config.vocab_size
+
+    def workload(self, name: str) -> dict[str, Any]:
+        rows = rows_of(name, self.device, self.vocabulary)
+        values = Values(rows, self.vocabulary)
+        batch = self.ours.prepare(rows, values)
+        self.micro = self.micro or self._fastest(rows, values)
+        batches, by_length = (self.trl.prepare(rows, values, self.micro, by_length=order) for order in (False, True))
+        jobs = {
+            "ours": lambda: self.ours.run(batch),
+            "trl": lambda: self.trl.run(batches),
+            "trl_sorted": lambda: self.trl.run(by_length),
+        }
+        peak = {name: peak_gib(jobs[name]) for name in ("ours", "trl")}
+        difference = gradient_difference(self.ours.model, self.trl.model)
+        if not difference < TOLERANCE[self.device]:
+            raise AssertionError(f"{name}: the gradients differ by {difference:.2g}")
+        seconds = alternate(jobs, self.rounds)
+        floor = floor_of(rows, self.base, checkpointing=self.device == "cuda")
+        raw = sum(len(row.ids) for row in rows)
+        result = {
+            "workload": name,
+            "device": self.device,
+            "ratio_trl": seconds["trl"] / seconds["ours"],
+            "ratio_trl_sorted": seconds["trl_sorted"] / seconds["ours"],
+            "bar": BARS[self.device].get(name),
+            "seconds": seconds["ours"],
+            "seconds_trl": seconds["trl"],
+            "peak_gib": peak["ours"],
+            "peak_gib_trl": peak["trl"],
+            "floor_share": floor.flops / self.rate / seconds["ours"],
+            "rows": len(rows),
+            "tokens": raw,
+            "unique_tokens": floor.tokens,
+            "forwarded_trl": self.trl.forwarded(batches) / floor.tokens,
+            "micro_batch_trl": self.micro,
+            "agent_share": sum(row.mask.sum() for row in rows) / raw,
+            "gradient_difference": difference,
+        }
+        return result | (self._tree(rows, values, seconds["ours"]) if self.device == "cuda" else {})
+
+    def _fastest(self, rows: Sequence[Row], values: Values) -> int:
+        """The rows a forward with which TRL is fastest; found once, on the first workload."""
+        choices = MICRO_BATCHES[self.device]
+        seconds = {}
+        for micro in choices if len(choices) > 1 else ():
+            batches = self.trl.prepare(rows, values, micro)
+            try:
+                self.trl.run(batches[:1])
+                seconds[micro] = timed(lambda batches=batches: self.trl.run(batches))
+            except torch.OutOfMemoryError:
+                self.trl.model.zero_grad()
+                torch.cuda.empty_cache()
+                break
+        return min(seconds, key=seconds.__getitem__) if seconds else choices[0]
+
+    def _tree(self, rows: Sequence[Row], values: Values, ours: float) -> dict[str, Any]:
+        """TRL's own tree, where it runs."""
+        try:
+            self.tree = self.tree or TrlTree(self.base, self.device)
+            packed = self.tree.prepare(rows, values)
+            self.tree.run(packed)
+            difference = gradient_difference(self.tree.model, self.ours.model)
+            seconds = alternate({"tree": lambda: self.tree and self.tree.run(packed)}, 2)["tree"]
+            return {"ratio_trl_tree": seconds / ours, "gradient_difference_trl_tree": difference}
+        except Exception as error:
+            traceback.print_exc()
+            torch.cuda.empty_cache()
+            return {"ratio_trl_tree": None, "trl_tree": f"{type(error).__name__}: {error}"[:200]}
+
+    def growth(self) -> dict[str, Any]:
+        """Seconds a unique token, from small groups to large ones; TRL is not run."""
+        result = {}
+        for rollouts in (8, 32, 128):
+            rows = rows_of("group", self.device, self.vocabulary, rollouts=rollouts)
+            batch = self.ours.prepare(rows, Values(rows, self.vocabulary))
+            self.ours.run(batch)
+            seconds = alternate({"ours": lambda batch=batch: self.ours.run(batch)}, 3)["ours"]
+            result[rollouts] = 1e6 * seconds / floor_of(rows, self.base, checkpointing=False).tokens
+        spread = max(result.values()) / min(result.values())
+        return {"workload": "growth", "device": self.device, "microseconds_a_unique_token": result, "spread": spread}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--json", action="store_true", help="one object a line")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="*", choices=[*WORKLOADS, "growth"])
+    parser.add_argument("--threads", type=int, default=1, help="of a CPU")
+    asked = parser.parse_args(arguments)
+    if asked.device == "cpu":
+        torch.set_num_threads(asked.threads)
+    bench = Bench(asked.device, asked.rounds)
+    about = machine() | {"matrix_gflops": f"{bench.rate / 1e9:.0f}"}
+    if not asked.json:
+        print(", ".join(f"{name} {value}" for name, value in about.items()), flush=True)
+        print("workload      seconds   TRL   sorted  bar   GiB (TRL)     tokens/unique   TRL's   floor", flush=True)
+    failed = False
+    for name in asked.only or [*SIZES[asked.device], "growth"]:
+        try:
+            result = bench.growth() if name == "growth" else bench.workload(name)
+        except Exception as error:  # one workload that fails hides no other
+            traceback.print_exc()
+            result = {"workload": name, "device": asked.device, "error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(result | {"machine": about}) if asked.json else line(result), flush=True)
+        failed = failed or "error" in result
+    sys.exit(failed)
+
+
+def line(result: dict[str, Any]) -> str:
+    if "error" in result:
+        return f"{result['workload']:<12}  {result['error']}"
+    if result["workload"] == "growth":
+        by_size = ", ".join(f"{size}: {value:.1f}" for size, value in result["microseconds_a_unique_token"].items())
+        return f"microseconds a unique token by rollouts a group: {by_size} (spread {result['spread']:.2f})"
+    tree = f"   TRL's tree {result['ratio_trl_tree']:.2f}x" if result.get("ratio_trl_tree") else ""
+    return (
+        f"{result['workload']:<12}  {result['seconds']:6.3f}  {result['ratio_trl']:5.2f}x {result['ratio_trl_sorted']:5.2f}x  "
+        f"{result['bar'] or 0:4.1f}  {result['peak_gib']:5.2f} ({result['peak_gib_trl']:5.2f})   "
+        f"{result['tokens'] / result['unique_tokens']:8.2f}   {result['forwarded_trl']:9.2f}   {result['floor_share']:6.0%}{tree}"
+    )
+
+
+if __name__ == "__main__":
+    main()
