@@ -225,6 +225,22 @@ class _Lead(NamedTuple):
     decoder: nn.Module
     attention: TreeAttention
     reach: int
+    memo: _Memo | None = None
+    """Of the layer that runs, where it may run again."""
+
+
+class _Memo:
+    """What the attention of one checkpointed layer gave, call by call: run again, it is not computed again."""
+
+    def __init__(self) -> None:
+        self.results: list[list[Tensor]] = []
+        self.calls = 0
+
+    def next(self) -> list[Tensor]:
+        if self.calls == len(self.results):
+            self.results.append([])
+        self.calls += 1
+        return self.results[self.calls - 1]
 
 
 _state = threading.local()
@@ -252,8 +268,11 @@ def _checkpoints_led(lead: _Lead) -> Iterator[None]:
 
     def led(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         def run(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            memo = _Memo()
+
             def again(*inputs: Any, **options: Any) -> Any:
-                with _led(lead):
+                memo.calls = 0
+                with _led(lead._replace(memo=memo)):
                     return layer(*inputs, **options)
 
             return checkpoint(again, *args, **kwargs)
@@ -296,7 +315,8 @@ def _attend(
     if extra := [key for key, item in kwargs.items() if isinstance(item, Tensor) and key not in HARMLESS]:
         raise Unpackable(f"{name} gives its attention {', '.join(extra)}, which is not known here")
     window = int(attention_mask)
-    return lead.attention(query, key, value, scale=scaling, window=window or None, softcap=softcap), None
+    kept = lead.memo.next() if lead.memo else None
+    return lead.attention(query, key, value, scale=scaling, window=window or None, softcap=softcap, kept=kept), None
 
 
 def _mask(*args: Any, mask_function: Callable[..., Tensor], **kwargs: Any) -> Tensor:

@@ -6,6 +6,8 @@ Keys and values have fewer heads than queries where the model groups them, and a
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,12 +17,19 @@ from torch.nn import functional
 
 from longrein.contract import LongreinError
 from longrein.training.tree import PrefixTree
+from longrein.training.tree_kernels import Attend, Cascade, Varlen, at_least_float32
 
-BACKENDS = ("auto", "sdpa")
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("auto", "varlen", "flex", "sdpa")
 
 
 class TreeAttention:
-    """The attention of one packed pass: what the tree says, prepared once and used by every layer."""
+    """The attention of one packed pass: what the tree says, prepared once and used by every layer.
+
+    Back ends: `varlen` (flash attention over uneven sequences: CUDA, half precision), `flex` (FlexAttention: CUDA with
+    triton), `sdpa` (anything: flash kernels on a processor, else segment by segment), `auto` for the first that can.
+    """
 
     def __init__(self, tree: PrefixTree, device: torch.device, backend: str = "auto") -> None:
         if backend not in BACKENDS:
@@ -29,7 +38,7 @@ class TreeAttention:
         self.device = device
         self.backend = backend
         self.longest = int(tree.positions.max(initial=-1)) + 1
-        self._cuts: dict[int, list[Cut]] = {}
+        self._prepared: dict[tuple[Any, int | None], Any] = {}
 
     def __call__(
         self,
@@ -40,45 +49,66 @@ class TreeAttention:
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
+        kept: list[Tensor] | None = None,
     ) -> Tensor:
         """(1, heads, N, width) queries over keys and values to (1, N, heads, width).
 
-        `window` is how many tokens a token reads at most, itself included; `softcap` bounds the scores by a tanh.
+        `window` is how many tokens a token reads at most, itself included; `softcap` bounds the scores by a tanh. `kept`
+        is empty and is filled with what a second run of the same layer can use, or was filled so (not by every back end).
         """
         query, key, value = _one_type(query, key, value)
-        groups = key.shape[1]
         scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
-        if window is not None and window >= self.longest:
-            window = None
-        query, key, value = (_grouped(tensor, groups) for tensor in (query, key, value))
-        plain = window is None and softcap is None and query.shape[-1] == value.shape[-1]
-        if plain and query.device.type == "cpu":
-            out: Any = _Cascade.apply(query, key, value, self.tree, scale)
+        kept = [] if kept is None else kept
+        window = None if window is None or window >= self.longest else window
+        backend = self._backend_for(query, value, softcap)
+        if backend == "varlen":
+            packed = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+            return _attend(*packed, self._prepare(Varlen, window), scale, kept).unsqueeze(0)
+        if backend == "flex":
+            from longrein.training.tree_flex import Flex  # compiles, so imports, much
+
+            return self._prepare(Flex, window)(query, key, value, scale, softcap).transpose(1, 2)
+        grouped = [_grouped(tensor, key.shape[1]) for tensor in (query, key, value)]
+        if self.device.type == "cpu" and window is None and softcap is None and query.shape[-1] == value.shape[-1]:
+            out = _attend(*grouped, self._prepare(Cascade), scale, kept)
         else:
-            out = self._by_segment(query, key, value, scale, window, softcap)
+            out = self._by_segment(grouped[0], grouped[1], grouped[2], scale, window, softcap)
         return out.flatten(0, 1).transpose(0, 1).unsqueeze(0)
+
+    def _backend_for(self, query: Tensor, value: Tensor, softcap: float | None) -> str:
+        width = query.shape[-1]
+        cuda = query.device.type == "cuda"
+        half = query.dtype in (torch.float16, torch.bfloat16)
+        flash = cuda and half and width % 8 == 0 and width <= 256 and value.shape[-1] == width and softcap is None
+        flex = cuda and query.dtype != torch.float64 and importlib.util.find_spec("triton") is not None
+        able = {"varlen": flash, "flex": flex, "sdpa": True}
+        if self.backend != "auto" and not able[self.backend]:
+            raise LongreinError(
+                f"the back end {self.backend!r} cannot compute attention of width {width} in {query.dtype} on "
+                f"{query.device.type}{'' if softcap is None else ' with bounded scores'}; 'auto' takes one that can"
+            )
+        return self.backend if self.backend != "auto" else next(name for name, can in able.items() if can)
+
+    def _prepare(self, kind: Any, window: int | None = None) -> Any:
+        if (kind, window) not in self._prepared:
+            self._prepared[kind, window] = kind(self.tree, self.device, window)
+        return self._prepared[kind, window]
 
     def _by_segment(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
         parts = []
-        for cut in self._cuts_for(window):
+        for cut in self._prepare(_cuts, window):
             keys, values = (_along(tensor, cut.slices) for tensor in (key, value))
             queries = query[:, :, cut.start : cut.end]
             if softcap is not None:
                 scores = torch.tanh(queries @ keys.transpose(2, 3) * (scale / softcap)) * softcap
-                weights = scores.masked_fill(~cut.mask, float("-inf")).softmax(-1, dtype=_at_least_float32(scores))
+                weights = scores.masked_fill(~cut.mask, float("-inf")).softmax(-1, dtype=at_least_float32(scores.dtype))
                 parts.append(weights.to(values.dtype) @ values)
             else:
                 keys, values = (tensor.expand(-1, queries.shape[1], -1, -1) for tensor in (keys, values))
                 parts.append(functional.scaled_dot_product_attention(queries, keys, values, cut.mask, scale=scale))
         return torch.cat(parts, 2)
-
-    def _cuts_for(self, window: int | None) -> list[Cut]:
-        window = window or self.longest
-        if window not in self._cuts:
-            self._cuts[window] = list(_cuts(self.tree, window, self.device))
-        return self._cuts[window]
 
 
 class Cut(NamedTuple):
@@ -90,8 +120,9 @@ class Cut(NamedTuple):
     mask: Tensor
 
 
-def _cuts(tree: PrefixTree, window: int, device: torch.device) -> Sequence[Cut]:
+def _cuts(tree: PrefixTree, device: torch.device, window: int | None) -> Sequence[Cut]:
     """Segments cut so that a cut's keys are few: no more than its own tokens and a window before them."""
+    window = len(tree) if window is None else window
     most = max(window, 128)
     cuts = []
     for path in tree.paths:
@@ -112,59 +143,8 @@ def _cuts(tree: PrefixTree, window: int, device: torch.device) -> Sequence[Cut]:
     return cuts
 
 
-class _Cascade(torch.autograd.Function):
-    """Each segment's keys are read once, by all of its subtree, and partial results are joined by their log-sum-exp.
-
-    The flash kernel's backward, given the joined result and log-sum-exp, yields exactly each part's share of the
-    gradients, so nothing else is kept. Subtrees are contiguous: there is no mask, and no key is copied.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, scale: float) -> Tensor:
-        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        exact = _at_least_float32(query)
-        out = query.new_empty(query.shape, dtype=exact)
-        lse = query.new_empty(query.shape[:-1], dtype=exact)
-        for start, end, reach, parent in _segments(tree):
-            part, part_lse = attend(query[:, :, start:reach], *_read(query, key, value, start, end), 0.0, True, scale=scale)
-            if parent < 0:
-                out[:, :, start:reach], lse[:, :, start:reach] = part, part_lse
-            else:
-                before = lse[:, :, start:reach]
-                out[:, :, start:reach].lerp_(part.to(exact), torch.sigmoid(part_lse - before).unsqueeze(-1))
-                torch.logaddexp(before, part_lse, out=before)
-        out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.tree, ctx.scale = tree, scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
-        attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        grad_out = grads[0].contiguous()
-        exact = _at_least_float32(query)
-        grad_query = torch.zeros_like(query, dtype=exact)
-        grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
-        for start, end, reach, _ in _segments(ctx.tree):
-            span = (slice(None), slice(None), slice(start, reach))
-            for_query, for_key, for_value = attend_backward(
-                grad_out[span], query[span], *_read(query, key, value, start, end), out[span], lse[span], 0.0, True,
-                scale=ctx.scale,
-            )  # fmt: skip
-            grad_query[span] += for_query
-            torch.sum(for_key, 1, keepdim=True, out=grad_key[:, :, start:end])
-            torch.sum(for_value, 1, keepdim=True, out=grad_value[:, :, start:end])
-        return grad_query.to(query.dtype), grad_key, grad_value, None, None
-
-
-def _segments(tree: PrefixTree) -> Sequence[tuple[int, int, int, int]]:
-    columns = (tree.starts, tree.ends, tree.subtree_ends, tree.parents)
-    return list(zip(*(column.tolist() for column in columns), strict=True))
-
-
-def _read(query: Tensor, key: Tensor, value: Tensor, start: int, end: int) -> list[Tensor]:
-    return [tensor[:, :, start:end].expand(-1, query.shape[1], -1, -1) for tensor in (key, value)]
+def _attend(*arguments: Any) -> Tensor:
+    return Attend.apply(*arguments)  # pyright: ignore[reportReturnType]
 
 
 def _grouped(tensor: Tensor, groups: int) -> Tensor:
@@ -182,7 +162,3 @@ def _one_type(*tensors: Tensor) -> list[Tensor]:
     kind = tensors[0].device.type
     common = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensors[-1].dtype
     return [tensor if tensor.dtype == torch.float64 else tensor.to(common) for tensor in tensors]
-
-
-def _at_least_float32(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)

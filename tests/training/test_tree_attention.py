@@ -1,0 +1,201 @@
+"""Every back end gives what each row alone would give. What needs a GPU runs where there is one."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longrein.contract import LongreinError
+from longrein.training import tree_kernels
+from longrein.training.tree import PrefixTree
+from longrein.training.tree_attention import TreeAttention
+from longrein.training.tree_flex import BLOCK, Flex, _blocks, bucket
+from longrein.training.tree_kernels import Attend, Varlen
+
+CPU = torch.device("cpu")
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12).map(np.array), min_size=1, max_size=7)
+
+
+def inputs(tree, heads=4, groups=2, width=8, dtype=torch.float64, device=CPU):
+    noise = torch.Generator().manual_seed(0)
+    shapes = ((1, count, len(tree), width) for count in (heads, groups, groups))
+    return [torch.randn(shape, generator=noise, dtype=torch.float64).to(device, dtype).requires_grad_() for shape in shapes]
+
+
+def reference(query, key, value, tree, window=None, softcap=None):
+    """By the definition: q reads k where k is in its row's prefix, and less than a window before it."""
+    query, key, value = (tensor.detach().double().cpu().requires_grad_() for tensor in (query, key, value))
+    at, reach, place = torch.arange(len(tree)), torch.as_tensor(tree.reaches), torch.as_tensor(tree.positions)
+    reads = (at <= at[:, None]) & (at[:, None] < reach)
+    if window is not None:
+        reads &= place[:, None] - place < window
+    repeated = [tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value)]
+    scores = query @ repeated[0].transpose(2, 3) * query.shape[-1] ** -0.5
+    scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
+    out = scores.masked_fill(~reads, float("-inf")).softmax(-1) @ repeated[1]
+    return (query, key, value), out.transpose(1, 2)
+
+
+def error(tree, out, leaves, **how) -> float:
+    """The worst of the result and the three gradients, relative."""
+    expected_leaves, expected = reference(*leaves, tree, **how)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    (expected * weights).sum().backward()
+    (out * weights.to(out)).sum().backward()
+    pairs = [(expected, out), *((theirs.grad, ours.grad) for theirs, ours in zip(expected_leaves, leaves, strict=True))]
+    floor = max(value.norm() for value, _ in pairs) * 1e-3
+    return max(
+        ((ours.detach().double().cpu() - theirs).norm() / theirs.norm().clamp(min=floor)).item() for theirs, ours in pairs
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=ROWS, window=st.sampled_from([None, 1, 3]), softcap=st.sampled_from([None, 0.7]), groups=st.sampled_from([1, 2, 4])
+)
+def test_on_a_processor(rows, window, softcap, groups):
+    tree = PrefixTree.of(rows)
+    leaves = inputs(tree, groups=groups)
+    out = TreeAttention(tree, CPU)(*leaves, window=window, softcap=softcap)
+    assert error(tree, out, leaves, window=window, softcap=softcap) < 1e-12
+
+
+class Plain:
+    """The varlen kernel's contract, written out: keys are aligned with queries at the end; any precision."""
+
+    @staticmethod
+    def forward(query, key, value, part, scale):
+        outs, lses = [], []
+        for _, queries, keys, values, hidden in Plain.runs(query, key, value, part):
+            scores = (queries @ keys.transpose(1, 2) * scale).masked_fill(hidden, float("-inf"))
+            lses.append(scores.logsumexp(-1))
+            outs.append((scores.softmax(-1) @ values).transpose(0, 1))
+        return torch.cat(outs), torch.cat(lses, 1)
+
+    @staticmethod
+    def backward(grad, query, key, value, out, lse, part, scale):
+        grads = [torch.zeros_like(tensor) for tensor in (query, key, value)]
+        for (q, k), queries, keys, values, hidden in Plain.runs(query, key, value, part):
+            given, share = grad[q].transpose(0, 1), (grad[q] * out[q]).sum(-1).T[..., None]
+            chances = (queries @ keys.transpose(1, 2) * scale - lse[:, q, None]).exp().masked_fill(hidden, 0)
+            of_scores = chances * (given @ values.transpose(1, 2) - share) * scale
+            for_heads = (of_scores @ keys, of_scores.transpose(1, 2) @ queries, chances.transpose(1, 2) @ given)
+            for total, found, span in zip(grads, for_heads, (q, k, k), strict=True):
+                total[span] = found.transpose(0, 1).unflatten(1, (total.shape[1], -1)).sum(2)
+        return grads
+
+    @staticmethod
+    def runs(query, key, value, part):
+        ends = list(zip(part.query_ends.tolist(), part.key_ends.tolist(), strict=True))
+        for (q0, k0), (q1, k1) in pairwise(ends):
+            q, k = slice(q0, q1), slice(k0, k1)
+            keys, values = (t[k].repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(0, 1) for t in (key, value))
+            ahead = torch.arange(k1 - k0) - torch.arange(q1 - q0)[:, None] - (k1 - k0 - (q1 - q0))
+            hidden = (ahead > 0) & part.causal | (ahead < -part.window) & (part.window >= 0)
+            yield (q, k), query[q].transpose(0, 1), keys, values, hidden
+
+
+@pytest.mark.parametrize("cost", [0.0, 1.5, 1e9])  # every ancestor read apart, the cheaper of two, every one copied
+@settings(max_examples=25, deadline=None)
+@given(rows=ROWS, window=st.sampled_from([None, 1, 3]), groups=st.sampled_from([1, 4]), again=st.booleans())
+def test_how_varlen_splits_a_tree(cost, rows, window, groups, again):
+    tree = PrefixTree.of(rows)
+    leaves = inputs(tree, groups=groups)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_kernels, "JOIN_COST", cost)
+        kernel = Varlen(tree, CPU, window, Plain)
+    kept: list[torch.Tensor] = []
+    for _ in range(1 + again):  # a layer run again is given what it gave
+        out = Attend.apply(*(leaf[0].transpose(0, 1) for leaf in leaves), kernel, 8**-0.5, kept)
+    assert error(tree, out[None], leaves, window=window) < 1e-12
+
+
+def test_deep_trees_are_split_by_what_is_cheaper():
+    trunk = np.arange(1000)
+    bushy = [np.concatenate([trunk[: 100 * n], [2000 + n]]) for n in range(1, 10)]  # short branches off a long trunk
+    parts = Varlen(PrefixTree.of([trunk, *bushy]), CPU, kernel=Plain).parts
+    assert len(parts) > 1
+    assert len(parts[0].key_ends) - 1 == 19
+    wide = [np.concatenate([trunk[:10], np.full(300, 2000 + n)]) for n in range(9)]  # a short prompt, long answers
+    parts = Varlen(PrefixTree.of(wide), CPU, kernel=Plain).parts
+    assert len(parts) == 1
+    assert parts[0].key_ends[-1] == 10 + 9 * 310
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32), window=st.sampled_from([None, 1, 70, 200]))
+def test_flex_looks_at_every_block_it_must_and_masks_no_block_it_need_not(seed, window):
+    rng = np.random.default_rng(seed)
+    rows = [rng.integers(0, 9, rng.integers(1, 300))]
+    for _ in range(rng.integers(0, 6)):
+        trunk = rows[rng.integers(len(rows))]
+        rows.append(np.concatenate([trunk[: rng.integers(len(trunk) + 1)], rng.integers(0, 9, rng.integers(1, 300))]))
+    tree = PrefixTree.of(rows)
+    mask = Flex(tree, CPU, window).mask
+    size = bucket(len(tree))
+    at = torch.arange(size)
+    reads = mask.mask_mod(torch.zeros(()), torch.zeros(()), at[:, None], at[None])
+    reach, place = torch.as_tensor(tree.reaches), torch.as_tensor(tree.positions)
+    held = at[: len(tree)]
+    expected = (held <= held[:, None]) & (held[:, None] < reach)
+    if window is not None:
+        expected &= place[:, None] - place < window
+    assert torch.equal(reads[: len(tree), : len(tree)], expected)
+    assert not reads[: len(tree), len(tree) :].any()
+    assert reads.any(1).all()  # a row of padding that read nothing would be NaN
+    tiles = reads.reshape(size // BLOCK, BLOCK, size // BLOCK, BLOCK)
+    padding = np.zeros(size - len(tree), np.int64)
+    some, whole = _blocks(
+        np.concatenate([tree.reaches, np.arange(len(tree), size) + 1]), np.concatenate([tree.positions, padding]), window
+    )
+    assert not (tiles.any(3).any(1).numpy() & ~some).any()
+    assert not (whole & ~tiles.all(3).all(1).numpy()).any()
+    if window is None:
+        assert (some == tiles.any(3).any(1).numpy()).all()
+    held_by = mask.to_dense()[0, 0].bool().numpy()
+    assert (held_by == some).all()
+
+
+def test_few_sizes_are_compiled_and_little_is_padded():
+    sizes = {bucket(n) for n in range(1, 100_000, 7)}
+    assert len(sizes) < 40
+    assert all(n <= bucket(n) < max(1.25 * n + BLOCK, 2 * BLOCK) for n in range(1, 100_000, 7))
+
+
+@pytest.mark.parametrize("backend", ["varlen", "flex"])
+def test_a_back_end_that_cannot_says_so(backend):
+    tree = PrefixTree.of([np.arange(5)])
+    with pytest.raises(LongreinError, match=f"{backend}' cannot compute attention of width 8 in torch.float64 on cpu"):
+        TreeAttention(tree, CPU, backend)(*inputs(tree))
+
+
+GPU_ROWS = [
+    np.concatenate([np.arange(cut), 1000 * n + np.arange(70 + 50 * n)]) for n, cut in enumerate((300, 300, 190, 40, 0, 299))
+]
+
+
+@CUDA
+@pytest.mark.parametrize("backend", ["varlen", "flex", "sdpa"])
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("width", [64, 128])
+def test_on_a_gpu_in_half_precision(backend, window, softcap, width):
+    if backend == "varlen" and softcap:
+        pytest.skip("flash attention has no bounded scores here")
+    tree = PrefixTree.of(GPU_ROWS)
+    leaves = inputs(tree, heads=8, groups=2, width=width, dtype=torch.bfloat16, device=torch.device("cuda"))
+    out = TreeAttention(tree, torch.device("cuda"), backend)(*leaves, window=window, softcap=softcap)
+    assert error(tree, out, leaves, window=window, softcap=softcap) < 0.02
+
+
+@CUDA
+@pytest.mark.parametrize("cost", [0.0, 1.5, 1e9])
+def test_on_a_gpu_however_varlen_splits_the_tree(cost, monkeypatch):
+    monkeypatch.setattr(tree_kernels, "JOIN_COST", cost)
+    test_on_a_gpu_in_half_precision("varlen", None, None, 128)
