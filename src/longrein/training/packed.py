@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from longrein.contract import LongreinError
 from longrein.training.tree import PrefixTree
@@ -42,23 +43,23 @@ class Unpackable(LongreinError):
     """The model does something between tokens that a packed pass would get wrong."""
 
 
-def packed_hidden(model: nn.Module, tree: PrefixTree, *, backend: str = "auto") -> Tensor:
+def packed_hidden(model: nn.Module, tree: PrefixTree, *, backend: str = "auto", compiled: bool = False) -> Tensor:
     """(N, hidden) the decoder's last hidden state, after its final norm, of each token of the tree; gradients flow.
 
     `model` is a causal language model, bare or with PEFT adapters, for which `way_for` says `tree` (or `packed`, for a
-    tree made with `share=False`).
+    tree made with `share=False`). With `compiled`, what its layers do around their attention is compiled at first use.
     """
-    return _hidden(model, tree, backend, reach=0)
+    return _hidden(model, tree, backend, compiled)
 
 
-def _hidden(model: nn.Module, tree: PrefixTree, backend: str, reach: int) -> Tensor:
+def _hidden(model: nn.Module, tree: PrefixTree, backend: str, compiled: bool = False, reach: int = 0) -> Tensor:
     decoder = decoder_of(model)
     device = next(decoder.parameters()).device
     if not len(tree):
         raise LongreinError("there is no token to forward: every row given is empty")
     attention = TreeAttention(tree, device, backend)
     ids, positions = (torch.as_tensor(array, device=device)[None] for array in (tree.ids, tree.positions))
-    lead = _Lead(decoder, attention, max(reach, attention.longest))
+    lead = _Lead(decoder, attention, max(reach, attention.longest), _compiled_layers(decoder) if compiled else ())
     with _led(lead), _checkpoints_led(lead):
         # a mask of ones says that nothing is padding; without it positions that jump would be taken for packed rows
         output = decoder(input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=positions, use_cache=False)
@@ -142,7 +143,7 @@ def _difference(model: nn.Module, *, share: bool) -> str:
     places = torch.as_tensor(np.concatenate(tree.places), device=device)
     with _evaluating(model), torch.no_grad(), torch.autocast(device.type, enabled=False):
         with _outputs(decoder) as packed:
-            _hidden(model, tree, "auto", REACH)
+            _hidden(model, tree, "auto", reach=REACH)
         plain = []
         for row in rows:
             with _outputs(decoder) as outputs:
@@ -225,6 +226,8 @@ class _Lead(NamedTuple):
     decoder: nn.Module
     attention: TreeAttention
     reach: int
+    compiled: Sequence[tuple[nn.Module, Callable[..., Any]]] = ()
+    """Layers, and what runs in place of their `forward`."""
     memo: _Memo | None = None
     """Of the layer that runs, where it may run again."""
 
@@ -252,14 +255,30 @@ def _led(lead: _Lead) -> Iterator[None]:
     before = [(config, config._attn_implementation_internal) for config in _configs(lead.decoder)]
     outer = getattr(_state, "lead", None)
     _state.lead = lead
+    forwards = [(vars(layer), vars(layer).get("forward")) for layer, _ in lead.compiled]
     for config, _ in before:
         config._attn_implementation_internal = NAME
+    for layer, forward in lead.compiled:
+        vars(layer)["forward"] = forward
     try:
         yield
     finally:
         _state.lead = outer
         for config, name in before:
             config._attn_implementation_internal = name
+        for attributes, forward in forwards:
+            attributes.pop("forward") if forward is None else attributes.update(forward=forward)
+
+
+_compiled: weakref.WeakKeyDictionary[nn.Module, list[tuple[nn.Module, Callable[..., Any]]]] = weakref.WeakKeyDictionary()
+
+
+def _compiled_layers(decoder: nn.Module) -> list[tuple[nn.Module, Callable[..., Any]]]:
+    """The decoder's layers compiled for any number of tokens; attention itself is left out, and runs as it is."""
+    if decoder not in _compiled:
+        layers = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
+        _compiled[decoder] = [(layer, torch.compile(layer.forward, dynamic=True)) for layer in layers]
+    return _compiled[decoder]
 
 
 @contextmanager
@@ -294,6 +313,7 @@ HARMLESS = ("position_ids", "cache_position")
 """Tensors some models hand to their attention that plain attention makes no use of."""
 
 
+@torch.compiler.disable
 def _attend(
     module: nn.Module,
     query: Tensor,
