@@ -45,8 +45,9 @@ def attempt(name: str, part: Callable[[], Any]) -> None:
         say(part=name, error=f"{type(error).__name__}: {error}"[:600])
 
 
-def seconds(run: Callable[[], Any], rounds: int = 3) -> float:
-    run()
+def seconds(run: Callable[[], Any], rounds: int = 3, warm: bool = False) -> float:
+    if not warm:
+        run()
     times = []
     for _ in range(rounds):
         torch.cuda.synchronize()
@@ -64,9 +65,9 @@ def workloads() -> dict[str, list[np.ndarray]]:
         return rng.integers(0, 30_000, rng.integers(low, high))
 
     prompt = fresh(2000, 2001)
-    group = [np.concatenate([prompt, fresh(2000, 12_000)]) for _ in range(16)]
+    group = [np.concatenate([prompt, fresh(2000, 12_000)]) for _ in range(8)]
     harness = []
-    for _ in range(4):
+    for _ in range(2):
         trunk = np.concatenate([prompt, fresh(9_000, 16_000)])
         harness.append(trunk)
         harness += [np.concatenate([trunk[: rng.integers(2500, len(trunk))], fresh(100, 2500)]) for _ in range(8)]
@@ -75,7 +76,7 @@ def workloads() -> dict[str, list[np.ndarray]]:
     for _ in range(4):
         whole = np.concatenate([prompt, fresh(8_000, 16_000)])
         per_turn += [whole[:cut] for cut in np.linspace(3000, len(whole), 10).astype(int)]
-    none = [fresh(4000, 16_000) for _ in range(8)]
+    none = [fresh(4000, 16_000) for _ in range(5)]
     return {"group": group, "harness": harness, "per_turn": per_turn, "none": none}
 
 
@@ -183,7 +184,7 @@ def passes(rate: float, budget: float, ways: list[tuple[str, bool]]) -> None:
                 started = time.perf_counter()
                 step()
                 torch.cuda.synchronize()
-                first, taken = time.perf_counter() - started, seconds(step, 2)
+                first, taken = time.perf_counter() - started, seconds(step, 2, warm=True)
                 share = flops(tree) / rate / taken
                 peak = torch.cuda.max_memory_allocated() / 2**30
                 say(workload=name, backend=key[0], compiled=key[1], tokens=len(tree), segments=len(tree.starts),
