@@ -194,7 +194,7 @@ from longrein.rendering import rendering_for
 agent = Agent(None, tokenizer, engine=ScriptedEngine(["x"], rendering_for(tokenizer)))
 program = "import sys, time; open({str(started)!r} + sys.argv[2], 'w'); time.sleep(120)"
 env = HarnessEnv(tokenizer=tokenizer, env_config={{
-    "command": [{sys.executable!r}, "-c", program, {marker!r}, "{{n}}"], "verify": ["true"], "max_seconds": 100}})
+    "command": [{sys.executable!r}, "-c", program, {marker!r}, "{{n}}"], "verify": ["true"], "max_seconds": 100, "sandbox": "none"}})
 env.run_trial([{{"n": 0}}, {{"n": 1}}], agent, 1)
 """
     trainer = subprocess.Popen([sys.executable, "-c", code])

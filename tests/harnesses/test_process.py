@@ -62,7 +62,8 @@ def test_the_seams_protocols_fit(python: Any) -> None:
 def test_a_program_gets_a_stated_list_of_variables_and_no_secret(python: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "PYTHONPATH", "LONGREIN_SECRET"):
         monkeypatch.setenv(name, "secret-of-ours")
-    factory = python("import json, os; print(json.dumps(dict(os.environ)))", env={"LEVEL": "{level}", "OPENAI_MODEL": None})
+    text = "import json, os; print(json.dumps(dict(os.environ)))"
+    factory = python(text, env={"LEVEL": "{level}", "OPENAI_MODEL": None}, sandbox="none")
     with factory.create(task={"level": 3}, rollout_id="env") as session:
         found = json.loads(session.wait().stdout)
         assert "secret-of-ours" not in found.values()
@@ -87,6 +88,7 @@ def test_config_files_are_filled_and_placed_in_the_fresh_home_and_working_folder
         ["sh", "-c", "cat ~/.config/agent/x.toml notes/task.json; ls -A; ls -A ~"],
         server=server,
         verify=lambda *_: 1.0,
+        sandbox="none",
         files={
             "~/.config/agent/x.toml": "url = {base_url}\nkey = {key}\nprompt = {{task}} {other}\n",
             "notes/task.json": '{"rooms": {rooms}}\n',
@@ -343,7 +345,7 @@ def test_killing_us_leaves_no_process_and_no_folder_behind() -> None:
         "from longrein.proxy import InterceptionServer\n"
         "server = InterceptionServer(); server.start()\n"
         "command = ['{python}', '-c', sys.argv[1], '100', sys.argv[2]]\n"
-        "factory = ProcessSessionFactory(command, server=server, verify=lambda *_: 1.0)\n"
+        "factory = ProcessSessionFactory(command, server=server, verify=lambda *_: 1.0, sandbox='none')\n"
         "sessions = [factory.create(task=None, rollout_id=str(n)) for n in range(3)]\n"
         "print(json.dumps([s.workdir.parent.as_posix() for s in sessions]), flush=True)\n"
         "time.sleep(100)\n"

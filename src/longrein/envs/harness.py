@@ -16,6 +16,7 @@ from typing import Any
 from longrein.contract import LongreinError
 from longrein.envs.environment import EnvConfig, EnvConfigError, Environment, Episode
 from longrein.harnesses.process import ProcessSessionFactory
+from longrein.harnesses.sandbox import SandboxError, chosen
 from longrein.proxy import CallLimits, InterceptionServer
 from longrein.recorder import Recorder
 from longrein.rollout import Rollout
@@ -31,6 +32,8 @@ class HarnessConfig(EnvConfig):
     """More variables for the program, with the same placeholders."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Config files to write for it, by path: `~/...` in its home, others in its working folder."""
+    sandbox: str | Mapping[str, Any] = "auto"
+    """`auto` (bubblewrap where it works), `bubblewrap`, `none`, or settings: `memory_mb`, `processes`, `disk_mb`, `readable`."""
     max_seconds: float | None = 300.0
     concurrency: int = 8
     """Programs at a time."""
@@ -41,6 +44,10 @@ class HarnessConfig(EnvConfig):
             raise EnvConfigError(f"command is {self.command!r}; it must be a list of strings, one for each argument")
         if not isinstance(self.concurrency, int) or self.concurrency < 1:
             raise EnvConfigError(f"concurrency is {self.concurrency!r}; it must be a whole number of 1 or more")
+        try:
+            chosen(self.sandbox)
+        except SandboxError as error:
+            raise EnvConfigError(str(error)) from None
 
 
 class HarnessEnv(Environment):
@@ -88,6 +95,7 @@ class HarnessEnv(Environment):
             recorder=recorder,
             sampling=self._sampling(recorder),
             max_length=config.max_tokens,
+            sandbox=config.sandbox,
         )
         async with self._turns:
             session = await factory.create_async(task=rollout.task, rollout_id=rollout.id)

@@ -1,8 +1,9 @@
 """A session that runs an agent program as a process of this machine, with its model calls answered through the proxy.
 
 Always true: the program sees a fresh home and working folder, a stated list of our environment's variables and nothing else
-of it; after `close()` no process of its tree and no folder of the session is left. A program that failed or ran into a limit is
-verified like any other; where our side broke, `verify` raises, and the rollout has no reward.
+of it, and runs in a sandbox (see `sandbox.py`) unless that was turned off or cannot be had; after `close()` no process of its
+tree and no folder of the session is left. A program that failed or ran into a limit is verified like any other; where our side
+broke, `verify` raises, and the rollout has no reward.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, Self
 from longrein.contract import Intercept, Message, Sampling, Verdict
 from longrein.harnesses.outcome import HarnessError, Judge, Outcome, Verify, as_judge
 from longrein.harnesses.program import Program
+from longrein.harnesses.sandbox import HOME, TMP, URL, WORK, Sandbox, chosen
 from longrein.harnesses.templates import fill
 from longrein.proxy import CallLimits, InterceptionServer
 from longrein.recorder import Recorder
@@ -127,6 +129,10 @@ class ProcessSession:
         except TimeoutError:
             self._program.stop()
         outcome = self._outcome()
+        if trouble := self._report()[1]:
+            raise HarnessError(
+                f"the sandbox of rollout {self.rollout_id!r} broke: {trouble} {outcome.stderr[-500:].strip()}"
+            )
         if (failure := self._server.traffic(self.rollout_id).failure) is not None:
             raise HarnessError(f"rollout {self.rollout_id!r} has no verdict: {failure}")
         try:
@@ -149,9 +155,15 @@ class ProcessSession:
             stderr=program.stderr.text(),
             exit_code=program.ended.result(),
             workdir=self.workdir,
-            limit="time" if program.timed_out else traffic.limit,
+            limit="time" if program.timed_out else self._report()[0] or traffic.limit,
             messages=self._messages(),
         )
+
+    def _report(self) -> tuple[str, str]:
+        """The limit that the sandbox ended the program for, and what broke; empty where nothing did."""
+        report = self.workdir.with_name("report")
+        limit, _, trouble = report.read_text().partition("\n") if report.exists() else ("", "", "")
+        return limit, trouble
 
     def _messages(self) -> list[Message]:
         if self._rollout is None:
@@ -224,9 +236,11 @@ class ProcessSessionFactory:
         sampling: Sampling | None = None,
         max_length: int | None = None,
         rendering: Rendering | None = None,
+        sandbox: str | Mapping[str, Any] | Sandbox = "auto",
     ) -> None:
         """`env` is added to `ENV` (None takes a name out of it); `files` are by path, `~/...` in the home and others in the
-        working folder. With a `recorder` its rollout must be open before `create`, and calls are answered at once."""
+        working folder. `sandbox` is `auto` (where it works), `bubblewrap`, `none`, or its settings by name. With a
+        `recorder` its rollout must be open before `create`, and calls are answered at once."""
         if not sys.platform.startswith("linux"):
             raise HarnessError(
                 f"programs run as processes on Linux only (this is {sys.platform}): their end is made sure there"
@@ -246,6 +260,8 @@ class ProcessSessionFactory:
         self.limits = limits or CallLimits()
         self.timeout = timeout
         self._passed = {name: os.environ[name] for name in passed if name in os.environ}
+        self.sandbox = chosen(sandbox)
+        self._hidden = _verifiers_file(verify, self.command) if self.sandbox is not None else ()
         self._judge = as_judge(verify, env=self._passed, timeout=verify_timeout)
         self._calls = {"sampling": sampling, "max_length": max_length, "rendering": rendering}
 
@@ -280,17 +296,19 @@ class ProcessSessionFactory:
             raise
 
     def _start(self, task: Any, rollout_id: str, key: str, root: Path) -> Program:
-        home, workdir, scratch = root / "home", root / "work", root / "tmp"
-        for folder in (home, workdir, scratch):
-            folder.mkdir()
+        outside = root if self.sandbox is None else root / "seed"
+        home, workdir = outside / "home", outside / "work"
+        for folder in (home, workdir, root / "tmp", root / "work"):
+            folder.mkdir(parents=True, exist_ok=True)
+        url = self.server.url if self.sandbox is None else URL
         values = {
-            "base_url": f"{self.server.url}/v1",
-            "url": self.server.url,
+            "base_url": f"{url}/v1",
+            "url": url,
             "key": key,
             "model": self.server.model_name,
             "rollout_id": rollout_id,
-            "home": str(home),
-            "workdir": str(workdir),
+            "home": str(home) if self.sandbox is None else HOME,
+            "workdir": str(workdir) if self.sandbox is None else WORK,
             "python": sys.executable,
         }
         for path, template in self.files.items():
@@ -298,20 +316,34 @@ class ProcessSessionFactory:
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_text(fill(template, task, values, f"files[{path!r}]", strict=False))
         command = [fill(part, task, values, f"command[{index}]") for index, part in enumerate(self.command)]
-        env = {**self._passed, "HOME": str(home), "TMPDIR": str(scratch), "PWD": str(workdir)}
+        scratch = str(root / "tmp") if self.sandbox is None else TMP
+        env = {**self._passed, "HOME": values["home"], "TMPDIR": scratch, "PWD": values["workdir"]}
         for name, template in self.env.items():
             if template is not None:
                 env[name] = fill(template, task, values, f"env[{name!r}]")
         if shutil.which(command[0], path=env.get("PATH")) is None and not (workdir / command[0]).exists():
             raise HarnessError(f"there is no command {command[0]!r} to run; give its path, or put it on PATH")
+        box = None
+        if self.sandbox is not None:
+            socket = root / "proxy.sock"
+            self.server.listen(rollout_id, socket)
+            box = self.sandbox.write_down(folder=root, program=self.command, env=env, socket=socket, hidden=self._hidden)
         return Program(
             command,
             env=env,
-            cwd=workdir,
+            cwd=root / "work",
+            box=box,
             timeout=self.timeout,
             folder=root,
             on_end=lambda: self.server.end(rollout_id),
         )
+
+
+def _verifiers_file(verify: Verify | str | Sequence[str], command: Sequence[str]) -> tuple[str, ...]:
+    """Where the verifier is written, for the program not to read; unless the program is that file itself."""
+    module = verify.rpartition(".")[0] if isinstance(verify, str) else getattr(verify, "__module__", None)
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    return () if file is None or module in command or file in command else (file,)
 
 
 def _place(path: str, home: Path, workdir: Path) -> Path:

@@ -78,10 +78,11 @@ class Program:
         cwd: str | Path,
         timeout: float | None = None,
         folder: str | Path | None = None,
+        box: str | Path | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`folder` is removed should we die before the program does. `on_end` is called, on a thread of ours, when everything
-        is over and before anyone is told so."""
+        """`folder` is removed should we die before the program does. `box` describes the sandbox to run it in. `on_end` is
+        called, on a thread of ours, when everything is over and before anyone is told so."""
         self.stdout, self.stderr = Clipped(), Clipped()
         self.timed_out = False
         self.ended: Future[int] = Future()
@@ -91,8 +92,9 @@ class Program:
         self._on_end = on_end
         self._mark = secrets.token_hex(16)
         self._stopping = threading.Lock()
+        in_box = [] if box is None else ["--box", str(box)]
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", supervisor.__file__, str(folder or "-"), *command],
+            [sys.executable, "-I", "-S", supervisor.__file__, *in_box, str(folder or "-"), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -1,10 +1,11 @@
-"""Runs a command and leaves nothing of it behind: `python -I -S supervisor.py FOLDER COMMAND...`, standard library alone.
+"""Runs a command and leaves nothing of it behind: `python -I -S supervisor.py [--box SPEC] FOLDER COMMAND...`, standard
+library alone.
 
 Always true: everything the command starts, also what forks twice and moves to a session of its own, is a descendant of this
 process (it is their subreaper), and is dead before this process exits. It ends the command when its standard input says
 `STOP`. When that closes instead, or its parent is no more, whoever started it had no chance to clean up: then it removes
 FOLDER too (`-` for none). Its exit status is the command's (128 + the signal, where one ended it); `STUCK` when something could
-not be killed.
+not be killed. With `--box` the command runs in the sandbox that the file SPEC describes (see `box.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ import signal
 import sys
 import time
 
+TYPE_CHECKING = False  # type checkers take it for true; `typing` itself is slow to import
+if TYPE_CHECKING:
+    from longrein.harnesses.box import Box
+
 KILL_SECONDS = 10.0
 """How long the killing may take before it is given up (a process that hangs in the kernel, or belongs to another user)."""
 STOP = b"stop"
@@ -26,8 +31,8 @@ CANNOT_RUN = 127
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def supervise(folder: str, command: list[str]) -> int:
-    """Run the command to its end or ours."""
+def supervise(folder: str, command: list[str], box: Box | None = None) -> int:
+    """Run the command to its end or ours, in a box where there is one."""
     parent = os.getppid()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the way to stop this is its standard input
@@ -37,11 +42,13 @@ def supervise(folder: str, command: list[str]) -> int:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
 
-    child = _start(command)
+    child = _start(command) if box is None else box.start(command, _start)
+    if box is not None:
+        _schedule(os.SCHED_FIFO, 1)  # root only: the one that ends a fork bomb runs before its thousand processes
     status: int | None = None
     told, orphaned = False, False
     while status is None and not told and not orphaned:
-        readable, _, _ = select.select([0, woken], [], [], 1.0)
+        readable, _, _ = select.select([0, woken], [], [], 1.0 if box is None else box.patience)
         if woken in readable:
             os.read(woken, 4096)
         status = _reap().get(child)
@@ -49,9 +56,14 @@ def supervise(folder: str, command: list[str]) -> int:
             told = os.read(0, len(STOP)) != b""
             orphaned = not told
         orphaned = orphaned or os.getppid() != parent  # a forked copy of our parent may hold the pipe open after its death
+        if box is not None and status is None:
+            box.check()
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, -20)  # root only: else a fork bomb's many processes starve the one that ends it
     reaped, clean = kill_descendants(KILL_SECONDS)
+    if box is not None and clean and not orphaned:
+        _schedule(os.SCHED_OTHER, 0)
+        box.collect()
     if orphaned and folder != "-":
         import shutil  # rarely needed, and slow to import
 
@@ -123,7 +135,12 @@ def _signal(processes: dict[int, int], number: int) -> None:
             os.kill(pid, number)
 
 
-def _start(command: list[str]) -> int:
+def _schedule(policy: int, priority: int) -> None:
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, policy, os.sched_param(priority))
+
+
+def _start(command: list[str], inherited: tuple[int, ...] = ()) -> int:
     child = os.fork()
     if child:
         return child
@@ -134,6 +151,8 @@ def _start(command: list[str]) -> int:
             signal.signal(number, signal.SIG_DFL)
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
+        for number in inherited:
+            os.set_inheritable(number, True)
         os.execvp(command[0], command)
     except OSError as error:
         os.write(2, f"cannot run {command[0]}: {error.strerror}\n".encode())
@@ -167,5 +186,18 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
+def _box(spec: str) -> Box:
+    import marshal  # `json` is slow to import
+
+    sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # no package is on the path of this process
+    from box import Box  # type: ignore[import-not-found]
+
+    with open(spec, "rb") as file:
+        return Box(marshal.load(file))
+
+
 if __name__ == "__main__":
-    os._exit(supervise(sys.argv[1], sys.argv[2:]))
+    _, *arguments = sys.argv
+    found = _box(arguments[1]) if arguments[0] == "--box" else None
+    folder, *command = arguments if found is None else arguments[2:]
+    os._exit(supervise(folder, command, found))

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Self
 
 from aiohttp import web
@@ -86,6 +87,8 @@ class InterceptionServer:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
+        self._runner: web.AppRunner | None = None
+        self._sockets: dict[str, web.UnixSite] = {}
         self._created = int(time.time())
 
     # The server
@@ -154,6 +157,7 @@ class InterceptionServer:
             self.port = runner.addresses[0][1]
             self._loop = asyncio.get_running_loop()
             self._stop = asyncio.Event()
+            self._runner = runner
             started.set()
             await self._stop.wait()
         finally:
@@ -209,6 +213,21 @@ class InterceptionServer:
             self._closed.discard(rollout_id)
         return key
 
+    def listen(self, rollout_id: str, path: str | Path) -> None:
+        """Listen on a unix socket as well, until the rollout is closed: for a program that has no network."""
+        self._check_thread("listen")
+
+        async def start() -> None:
+            assert self._runner is not None
+            site = web.UnixSite(self._runner, str(path), backlog=1024)
+            await site.start()
+            self._sockets[rollout_id] = site
+
+        try:
+            asyncio.run_coroutine_threadsafe(start(), self._running()).result()
+        except OSError as error:
+            raise LongreinError(f"the server cannot listen on {path}: {error}") from error
+
     def next_request(self, rollout_id: str) -> Intercept | None:
         """The rollout's next model call; waits for it. None once there will be none: it ended, hit a limit or was closed."""
         self._check_thread("next_request")
@@ -255,6 +274,8 @@ class InterceptionServer:
             del self._keys[session.key]
             self._closed.add(rollout_id)
         session.end()
+        if (site := self._sockets.pop(rollout_id, None)) is not None:
+            asyncio.run_coroutine_threadsafe(site.stop(), self._running()).result()
 
     def traffic(self, rollout_id: str) -> Traffic:
         """What the program has asked for so far."""
