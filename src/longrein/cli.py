@@ -69,6 +69,9 @@ def train(
     program_share: Annotated[
         float, typer.Option(min=0, max=1, help="Share of the hunts played by the ReAct program, as a process.")
     ] = 0.0,
+    sandbox: Annotated[
+        str, typer.Option(help="Where agent programs run: auto (bubblewrap where it works), bubblewrap, or none.")
+    ] = "auto",
     seed: Annotated[int, typer.Option(help="Seed of tasks, order and sampling.")] = 0,
     report_to: Annotated[list[str] | None, typer.Option(help="TRL's trackers: trackio, wandb, tensorboard.")] = None,
     out: Annotated[Path | None, typer.Option(help="The run folder. Unsaid: a new one under runs/.")] = None,
@@ -110,6 +113,7 @@ def train(
                 lora_rank=lora_rank,
                 heldout=heldout,
                 program_share=program_share,
+                sandbox=_sandbox(sandbox),
                 seed=seed,
                 report_to=tuple(report_to or ()),
             )
@@ -183,6 +187,16 @@ def main() -> None:
             raise
         print(f"longrein: {type(error).__name__}: {error} (run with --debug for the traceback)", file=sys.stderr)
         sys.exit(1)
+
+
+def _sandbox(choice: str) -> str:
+    """The choice, if there is such; that programs run without one is said, whatever else is logged."""
+    from longrein.harnesses.sandbox import CHOICES, logger
+
+    if choice not in CHOICES:
+        raise LongreinError(f"--sandbox is {choice!r}; it must be one of {', '.join(CHOICES)}")
+    logger.setLevel(min(logging.WARNING, logging.getLogger().level))
+    return choice
 
 
 def _tiny(display: Any) -> Path:

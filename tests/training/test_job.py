@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,3 +40,14 @@ def test_one_hunt_in_so_many_is_played_by_the_program() -> None:
     assert sum(row["env_class_path"].endswith("HarnessEnv") for row in train) == pytest.approx(len(train) / 4, abs=1)
     with pytest.raises(LongreinError, match="program_share is for hunts by tool calls"):
         datasets_of(Settings(model="", env="longrein.envs.Calculator", program_share=0.25))
+
+
+def test_the_sandbox_asked_for_is_that_of_programs_which_name_none(tmp_path: Path) -> None:
+    settings = Settings(model="", steps=4, heldout=8, program_share=0.25, sandbox="none")
+    for row in datasets_of(settings)[1]:
+        assert row["env_config"].get("sandbox") == ("none" if row["env_class_path"].endswith("HarnessEnv") else None)
+    config = {"command": ["true"], "verify": ["true"], "sandbox": {"memory_mb": 9}}
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("\n".join(json.dumps({"n": n}) for n in range(5)))
+    settings = Settings(model="", env="longrein.envs.HarnessEnv", env_config=config, tasks=str(tasks), sandbox="none")
+    assert datasets_of(settings)[0][0]["env_config"]["sandbox"] == {"memory_mb": 9}

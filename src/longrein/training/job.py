@@ -25,6 +25,7 @@ from longrein.agents import Agent
 from longrein.contract import LongreinError, Sampling
 from longrein.envs.datasets import checked_row, load_tasks, task_dataset
 from longrein.envs.environment import Environment
+from longrein.envs.harness import HarnessEnv
 from longrein.envs.hunt import TreasureHunt
 from longrein.noise import derive
 from longrein.runs.schema import FILE
@@ -64,6 +65,8 @@ class Settings:
     """Tasks kept for the before / after table."""
     program_share: float = 0.0
     """How many of the hunts are played by the ReAct program in a process of its own, rather than by the environment."""
+    sandbox: str = "auto"
+    """Of agent programs whose `env_config` does not say: `auto`, `bubblewrap` or `none`."""
     seed: int = 0
     report_to: tuple[str, ...] = ()
     resume: bool = False
@@ -190,12 +193,13 @@ def datasets_of(settings: Settings) -> tuple[Any, list[dict[str, Any]]]:
             for task in cls.tasks(settings.heldout + needed, seed=derive(settings.seed, "tasks"), env_config=config)
         ]
         rest, kept = _apart(made, settings.heldout)
-        return task_dataset(_some_by_program(rest, settings)), _some_by_program(kept, settings)
+        rest, kept = (_in_sandbox(_some_by_program(rows, settings), settings) for rows in (rest, kept))
+        return task_dataset(rest), kept
     loaded = load_tasks(settings.tasks, env_class_path=settings.env, env_config=settings.env_config)
     rows = [checked_row(dict(row), index) for index, row in enumerate(loaded)]
     order = np.random.default_rng(settings.seed).permutation(len(rows))
     rest, kept = _apart([rows[index] for index in order], min(settings.heldout, len(rows) // 5))
-    return task_dataset(rest), kept
+    return task_dataset(_in_sandbox(rest, settings)), _in_sandbox(kept, settings)
 
 
 def _apart(rows: list[dict[str, Any]], heldout: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -224,6 +228,15 @@ def _some_by_program(rows: list[dict[str, Any]], settings: Settings) -> list[dic
     config = react_config(settings.env_config)
     by_program = {"env_class_path": "longrein.envs.HarnessEnv", "env_config": config}
     return [{**row, **by_program} if index % every == 0 else row for index, row in enumerate(rows)]
+
+
+def _in_sandbox(rows: list[dict[str, Any]], settings: Settings) -> list[dict[str, Any]]:
+    """The rows, those of agent programs with the sandbox that was asked for where they name none of their own."""
+    if settings.sandbox == "auto":
+        return rows
+    programs = {path for path in {row["env_class_path"] for row in rows} if issubclass(environment_class(path), HarnessEnv)}
+    config = {"sandbox": settings.sandbox}
+    return [{**row, "env_config": config | row["env_config"]} if row["env_class_path"] in programs else row for row in rows]
 
 
 def react_config(hunt: dict[str, Any]) -> dict[str, Any]:
