@@ -16,11 +16,12 @@ MODEL ?= tiny
 TRAIN_FLAGS_tiny = --model .cache/tiny --program-share 0.125
 TRAIN_FLAGS_smollm2 = --model .cache/smollm2 --smoke
 
-.PHONY: help train sandbox test check format clean
+.PHONY: help train sandbox test check format bench-peers clean
 help:
 	@echo "make train [SEED=0] [MODEL=tiny|smollm2]   train and show before / after on held-out tasks"
 	@echo "make test                                  all tests, lint and types"
 	@echo "make format                                put the code into its format"
+	@echo "make bench-peers                           what the proxy costs, beside the proxies of others"
 
 train: $(READY) sandbox $(if $(filter smollm2,$(MODEL)),$(SMOLLM2),$(TINY))
 	$(BIN)/longrein train $(TRAIN_FLAGS_$(MODEL)) --seed $(SEED)
@@ -36,6 +37,19 @@ check: $(READY)
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# Each in a virtual environment of its own: their pins are not ours.
+PEERS := openenv litellm verifiers
+PEER_openenv := openenv==0.10.0
+PEER_litellm := litellm[proxy]
+PEER_verifiers := verifiers
+bench-peers: $(READY) .cache/tokenizers/qwen3/tokenizer.json $(PEERS:%=.venv-%/.ready)
+	$(BIN)/python -m benchmarks.proxy
+
+$(PEERS:%=.venv-%/.ready): .venv-%/.ready:
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/pip install --quiet '$(PEER_$*)'
+	@touch $@
 
 clean:
 	rm -rf .venv .cache

@@ -30,8 +30,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longrein.contract import GenerateAPI, LongreinError, Message, Sampled, SampleRequest, Sampling
+from longrein.digests import canonical
 from longrein.engines.transformers import TransformersEngine
-from longrein.recorder import ContextLengthError, Recorder, canonical
+from longrein.recorder import ContextLengthError, Recorder
 from longrein.rendering import FamilyRendering, Rendering
 from longrein.rollout import Call
 

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypedDict, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, runtime_checkable
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Message = dict[str, Any]
 """An OpenAI chat message: `role`, `content`, and `tool_calls`, `tool_call_id`, `reasoning_content` where they apply. A reply that
@@ -61,7 +65,8 @@ class Sampling:
 class SampleRequest:
     """One reply asked of an engine. Same request, same weights: same reply, whatever else the engine is doing."""
 
-    prompt_ids: Sequence[int]
+    prompt_ids: Sequence[int] | NDArray[np.int32]
+    """The recorder gives an array: long prompts are neither copied nor made into Python numbers."""
     sampling: Sampling
     stop_ids: frozenset[int]
     seed: int

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import bisect
-import copy
-import hashlib
 import itertools
-import json
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,11 +18,15 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from longrein.contract import Engine, LongreinError, Message, Sampled, SampleRequest, Sampling, Tool
+from longrein.digests import Digests, copied, digest_of, extend
 from longrein.rendering import ConversationError, Rendering
-from longrein.rollout import Call, Rollout
+from longrein.rollout import Call, Ids, Rollout
 
 History = Literal["sampled", "as_sent"]
 T = TypeVar("T")
+
+TIPS = 4
+"""How many calls of a rollout have their whole path of tokens at hand. Any other path is walked."""
 
 
 class ContextLengthError(LongreinError):
@@ -41,10 +42,9 @@ class _Open:
     """What the recorder knows of a rollout besides its record."""
 
     rollout: Rollout
+    digests: Digests = field(default_factory=Digests)
     ends: dict[bytes, list[str]] = field(default_factory=dict)
     """Digest of a conversation up to and with a reply: the calls that gave it, oldest first."""
-    aliases: dict[bytes, bytes] = field(default_factory=dict)
-    """Digest of a conversation whose last reply is plain text as it was decoded: the one where it is a parsed message."""
     lost: dict[bytes, list[str]] = field(default_factory=dict)
     """Digest of a request: the calls whose reply never reached whoever asked, oldest first."""
     paths: dict[str, bytes] = field(default_factory=dict)
@@ -52,14 +52,21 @@ class _Open:
     siblings: dict[bytes, set[int]] = field(default_factory=dict)
     """The key of a prompt: the numbers of the calls that sample it. A call that failed gives its number back."""
     turns: list[str | None] = field(default_factory=list)
+    tips: dict[str, Ids] = field(default_factory=dict)
+    """The tokens of the calls that were last continued or recorded, so that a longer prompt is one copy, not a walk."""
 
-    def digests(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[bytes]:
-        """Digest k speaks of the tools and the first k messages."""
-        digests = [_digest(_json(list(tools)))]
-        for message in messages:
-            digest = _extend(digests[-1], message)
-            digests.append(self.aliases.get(digest, digest))
-        return digests
+    def tokens(self, call_id: str) -> Ids:
+        """Everything the model had read and written when this call ended."""
+        tokens = self.tips.pop(call_id, None)
+        if tokens is None:
+            tokens = self.rollout.tokens(call_id)
+        self.keep(call_id, tokens)
+        return tokens
+
+    def keep(self, call_id: str, tokens: Ids) -> None:
+        self.tips[call_id] = tokens
+        if len(self.tips) > TIPS:
+            del self.tips[next(iter(self.tips))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +74,8 @@ class _Place:
     """Where a request stands in its rollout's tree."""
 
     parent: str | None
-    prompt_ids: list[int]
-    context_ids: list[int]
+    prompt_ids: Ids
+    context_ids: Ids
     new_messages: tuple[Message, ...]
     request_digest: bytes
 
@@ -172,7 +179,7 @@ class Recorder:
             taken = state.siblings.setdefault(prompt_key, set())
             number = next(n for n in itertools.count() if n not in taken)
             taken.add(number)
-        path_key = _digest(prompt_key, number.to_bytes(8, "little"))
+        path_key = digest_of(prompt_key, number.to_bytes(8, "little"))
         request = SampleRequest(
             prompt_ids=place.prompt_ids,
             sampling=sampling,
@@ -184,7 +191,7 @@ class Recorder:
         )
         try:
             sampled = self._stopped(await self.engine.sample(request), stop)
-            call = self._make_call(path_key[:8].hex(), place, tools, sampled, delivered, stop)
+            call = self._make_call(path_key[:8].hex(), place, state.digests.shared_tools(tools), sampled, delivered, stop)
             with self._lock:
                 if self._open.get(rollout_id) is not state:
                     raise LongreinError(
@@ -206,7 +213,7 @@ class Recorder:
         state = self._state(rollout_id)
         with self._lock:
             state.rollout.update(call_id, delivered=False)
-            state.lost.setdefault(state.digests(messages, tools)[-1], []).append(call_id)
+            state.lost.setdefault(state.digests.of(messages, tools)[-1], []).append(call_id)
 
     def _state(self, rollout_id: str, pop: bool = False) -> _Open:
         state = self._open.pop(rollout_id, None) if pop else self._open.get(rollout_id)
@@ -217,43 +224,40 @@ class Recorder:
     def _place(self, state: _Open, messages: Sequence[Message], tools: Sequence[Tool]) -> _Place:
         if not messages:
             raise ConversationError("a model call needs at least one message; it was given none")
-        digests = state.digests(messages, tools)
-        whole = self.rendering.prompt(messages, tools) if self.history == "as_sent" else None
+        digests = state.digests.of(messages, tools)
+        whole = _ids(self.rendering.prompt(messages, tools)) if self.history == "as_sent" else None
         for known in range(len(messages) - 1, 0, -1):
             calls = state.ends.get(digests[known])
             if not calls:
                 continue
             parent = self._nominated(state.rollout, messages[known - 1], calls)
-            new = tuple(messages[known:])
+            before, new = state.tokens(parent), tuple(messages[known:])
             if whole is not None:
-                context = _rest(whole, state.rollout.tokens(parent).tolist())
+                context = _rest(whole, before)
             else:
-                context = self._splice(state.rollout, parent, messages, known, tools)
+                context = self._splice(state.rollout.calls[parent], before, messages, known, tools)
             if context is not None:
-                prompt = [*state.rollout.tokens(parent).tolist(), *context]
-                return _Place(parent, prompt, context, new, digests[-1])
-        prompt = whole if whole is not None else self.rendering.prompt(messages, tools)
+                return _Place(parent, np.concatenate([before, context]), context, new, digests[-1])
+        prompt = whole if whole is not None else _ids(self.rendering.prompt(messages, tools))
         return _Place(None, prompt, prompt, tuple(messages), digests[-1])
 
-    def _splice(
-        self, rollout: Rollout, parent: str, messages: Sequence[Message], known: int, tools: Sequence[Tool]
-    ) -> list[int] | None:
-        """What the request adds to the parent's tokens; None when that cannot be told without rendering in full."""
+    def _splice(self, call: Call, before: Ids, messages: Sequence[Message], known: int, tools: Sequence[Tool]) -> Ids | None:
+        """What the request adds to the tokens before; None when that cannot be told without rendering in full."""
         if not self.rendering.keeps_prefixes:
             return None
-        call = rollout.calls[parent]
-        drawn = call.completion_ids.tolist()
-        stopped = bool(drawn) and drawn[-1] in self.rendering.stop_ids
+        last = int(call.completion_ids[-1]) if len(call.completion_ids) else None
+        stopped = last in self.rendering.stop_ids
         extension = self.rendering.extension(
             call.reply,
             messages[known:],
             tools,
             system=list(itertools.takewhile(lambda m: m.get("role") in ("system", "developer"), messages)),
-            stop_id=drawn[-1] if stopped else None,
+            stop_id=last if stopped else None,
         )
         if extension is None or stopped:
-            return extension
-        return [*self.rendering.close(rollout.prompt(parent).tolist(), drawn), *extension]
+            return None if extension is None else _ids(extension)
+        prompt = before[: len(before) - len(call.completion_ids)]
+        return _ids([*self.rendering.close(prompt, call.completion_ids.tolist()), *extension])
 
     def _nominated(self, rollout: Rollout, reply: Message, calls: list[str]) -> str:
         """Of several calls that gave the same reply to the same conversation, the one this echo shows most signs of."""
@@ -272,7 +276,7 @@ class Recorder:
 
     def _prompt_key(self, state: _Open, place: _Place) -> bytes:
         above = str(state.rollout.seed).encode() if place.parent is None else state.paths[place.parent]
-        return _digest(above, np.asarray(place.context_ids, np.int32).tobytes())
+        return digest_of(above, place.context_ids.tobytes())
 
     def _within_context(self, sampling: Sampling, prompt_length: int, max_length: int | None) -> Sampling:
         lengths = [length for length in (self.context_length, max_length) if length is not None]
@@ -307,7 +311,7 @@ class Recorder:
         self,
         call_id: str,
         place: _Place,
-        tools: Sequence[Tool],
+        tools: tuple[Tool, ...],
         sampled: Sampled,
         delivered: bool,
         stop: Sequence[str] = (),
@@ -321,27 +325,29 @@ class Recorder:
         return Call(
             id=call_id,
             parent=place.parent,
-            context_ids=np.asarray(place.context_ids, np.int32),
-            completion_ids=np.asarray(sampled.ids, np.int32),
+            context_ids=place.context_ids,
+            completion_ids=_ids(sampled.ids),
             logprobs=np.asarray(sampled.logprobs, np.float32),
             sampler_logprobs=None if truncated is None else np.asarray(truncated, np.float32),
             finish_reason="tool_calls" if asked_for_tool else sampled.finish_reason,
             policy_version=sampled.policy_version,
             versions=None if sampled.versions is None else np.asarray(sampled.versions, np.int32),
-            messages=copy.deepcopy(place.new_messages),
-            tools=tuple(tools),
+            messages=tuple(map(copied, place.new_messages)),
+            tools=tools,
             reply=reply,
             delivered=delivered,
         )
 
     def _record(self, state: _Open, place: _Place, call: Call, path_key: bytes) -> None:
         state.rollout.add(call)
-        end = _extend(place.request_digest, call.reply)
+        end = extend(place.request_digest, call.reply)
         state.ends.setdefault(end, []).append(call.id)
-        as_text = _extend(place.request_digest, {"role": "assistant", "content": self._text(call)})
+        as_text = extend(place.request_digest, {"role": "assistant", "content": self._text(call)})
         if as_text != end:
-            state.aliases.setdefault(as_text, end)
-        state.paths[call.id] = _digest(path_key, call.completion_ids.tobytes())
+            state.digests.alias(as_text, end)
+        state.paths[call.id] = digest_of(path_key, call.completion_ids.tobytes())
+        state.tips.pop(place.parent or "", None)
+        state.keep(call.id, np.concatenate([place.prompt_ids, call.completion_ids]))
 
     def _text(self, call: Call) -> str:
         """The reply as it was written, without the token that ended it."""
@@ -378,72 +384,24 @@ def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
     return value
 
 
-def _digest(*parts: bytes) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    return digest.digest()
-
-
-def _json(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
-
-
-def _extend(digest: bytes, message: Message) -> bytes:
-    return _digest(digest, canonical(message).encode("utf-8", "surrogatepass"))
+def _ids(tokens: Sequence[int] | Ids) -> Ids:
+    return np.asarray(tokens, np.int32)
 
 
 def _tool_ids(reply: Message) -> set[str]:
     return {tool_call.get("id") for tool_call in reply.get("tool_calls") or ()}
 
 
-def _rest(whole: list[int], before: list[int]) -> list[int] | None:
+def _rest(whole: Ids, before: Ids) -> Ids | None:
     """What `whole` adds to `before`, or None when it does not start with it."""
-    return whole[len(before) :] if len(whole) > len(before) and whole[: len(before)] == before else None
+    return whole[len(before) :] if len(whole) > len(before) and np.array_equal(whole[: len(before)], before) else None
 
 
 def _copied(call: Call) -> Call:
     """For the caller to keep: what it does to the reply does not reach the record."""
-    return replace(call, reply=copy.deepcopy(call.reply))
+    return replace(call, reply=copied(call.reply))
 
 
 def cut(text: str, stop: Sequence[str]) -> str:
     """The text before the first of the stop words in it."""
     return text[: min((at for word in stop if (at := text.find(word)) >= 0), default=len(text))]
-
-
-def canonical(message: Message) -> str:
-    """A message as it is compared: what programs change without meaning to (spacing and key order in tool arguments,
-    text or parts, empty or absent content, ids, reasoning, cache marks) makes no difference."""
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(_canonical_part(part) for part in content)
-    content = content or ""
-    if message.get("role") == "assistant" and isinstance(content, str):
-        content = content.strip()
-    functions = [call.get("function") or call for call in message.get("tool_calls") or ()]
-    calls = [[function.get("name"), _canonical_arguments(function.get("arguments"))] for function in functions]
-    return json.dumps([message.get("role"), content, calls], sort_keys=True, ensure_ascii=False, default=str)
-
-
-def _canonical_part(part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    if "text" in part:
-        return part["text"] or ""
-    return json.dumps({k: v for k, v in part.items() if k != "cache_control"}, sort_keys=True, default=str)
-
-
-def _canonical_arguments(arguments: Any) -> str:
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, default=str)
-    try:
-        read = json.loads(text or "{}", parse_int=_number, parse_float=_number)
-        return json.dumps(read, sort_keys=True, ensure_ascii=False)
-    except (ValueError, RecursionError):
-        return text
-
-
-def _number(digits: str) -> float:
-    """A number as a program in JavaScript would send it back: 1.0 is 1, and integers end at 2**53."""
-    return float(digits) + 0.0

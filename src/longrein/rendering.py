@@ -12,11 +12,21 @@ import itertools
 import json
 import logging
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from longrein.contract import LongreinError, Message, Tool
+from longrein.tokenizer import PlainTokenizer
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Tokens = Sequence[int] | NDArray[np.int32]
 
 logger = logging.getLogger(__name__)
+
+OPENING = 64
+"""Tokens of a prompt's end that matter to its reply: it may have opened the reasoning."""
 
 
 class ConversationError(LongreinError):
@@ -51,11 +61,11 @@ class Rendering(Protocol):
         """
         ...
 
-    def close(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[int]:
+    def close(self, prompt_ids: Tokens, completion_ids: Tokens) -> list[int]:
         """The close that the model did not get to sample; empty when it sampled one."""
         ...
 
-    def parse(self, completion_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Sequence[Tool] = ()) -> Message:
+    def parse(self, completion_ids: Tokens, prompt_ids: Tokens = (), tools: Sequence[Tool] = ()) -> Message:
         """A sampled reply as an assistant message; its tool calls have no ids yet."""
         ...
 
@@ -100,11 +110,11 @@ class _Replies:
     _parser: Any
     stop_ids: frozenset[int]
 
-    def parse(self, completion_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Sequence[Tool] = ()) -> Message:
+    def parse(self, completion_ids: Tokens, prompt_ids: Tokens = (), tools: Sequence[Tool] = ()) -> Message:
         ids = [int(i) for i in completion_ids]
         if ids and ids[-1] in self.stop_ids:
             ids.pop()
-        opening = [int(i) for i in prompt_ids[-64:]]  # only its end matters: it may have opened the reasoning
+        opening = [int(i) for i in prompt_ids[-OPENING:]]
         try:
             parsed = self._parser.parse_response(ids, tools=list(tools) or None, prompt_ids=opening)
         except (ValueError, RecursionError):  # numbers too long and lists too deep for `json`
@@ -153,11 +163,11 @@ class FamilyRendering(_Replies):
         if name not in _families():
             raise LongreinError(f"there is no renderer {name!r}; known: {', '.join(_families())}")
         self.name = name
-        self._tokenizer = tokenizer
+        self._tokenizer = PlainTokenizer(tokenizer)
         try:
             # Reasoning stays in later context (`history="sampled"`): the tokens are what the model wrote.
             config = _config_class_for(name)(**{"thinking_retention": "all", **template_kwargs})  # type: ignore[arg-type]
-            self._parser = create_renderer(tokenizer, config)  # type: ignore[arg-type]
+            self._parser = create_renderer(self._tokenizer, config)  # type: ignore[arg-type]
         except Exception as error:  # an unknown setting, a missing special token: each family says it in its own way
             raise LongreinError(f"the renderer {name!r} does not fit: {error}") from error
         self._stops = list(self._parser.get_stop_token_ids())
@@ -200,11 +210,12 @@ class FamilyRendering(_Replies):
         stub = self._stub_reply if stop_id is None else [*self._stub_reply[:-1], stop_id]
         return self._bridge(self._stub_prompt, stub, _named_results(reply, new_messages), tools)
 
-    def close(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[int]:
+    def close(self, prompt_ids: Tokens, completion_ids: Tokens) -> list[int]:
         if len(completion_ids) and completion_ids[-1] in self.stop_ids:
             return []
         new = [_user("hi")]
-        tail = self._bridge([int(i) for i in prompt_ids], [int(i) for i in completion_ids], new)
+        opening = [int(i) for i in prompt_ids[-OPENING:]]
+        tail = self._bridge(opening, [int(i) for i in completion_ids], new)
         after_close = self._bridge(self._stub_prompt, self._stub_reply, new)
         if tail is None or after_close is None or tail[len(tail) - len(after_close) :] != after_close:
             return self._stub_reply[-1:]
@@ -298,7 +309,7 @@ class TemplateRendering(_Replies):
             return None
         return self._encode(self._after_close + long[len(short) :])
 
-    def close(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[int]:
+    def close(self, prompt_ids: Tokens, completion_ids: Tokens) -> list[int]:
         return [] if len(completion_ids) and completion_ids[-1] in self.stop_ids else list(self._close)
 
     def encode_reply(self, reply: str | Message) -> list[int]:

@@ -101,10 +101,11 @@ class Rollout:
     group: str = ""
     """The rollouts of one task in one trial share it."""
     _children: dict[str | None, list[str]] = field(default_factory=dict, init=False, repr=False)
+    _prompt_lengths: dict[str, int] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         for call in self.calls.values():
-            self._children.setdefault(call.parent, []).append(call.id)
+            self._place(call)
 
     def add(self, call: Call) -> Call:
         """Record a call. Its parent must already be here, and every sampled token needs a log-probability."""
@@ -120,8 +121,15 @@ class Rollout:
                         f"call {call.id} has {len(call.completion_ids)} sampled tokens and {len(values)} {what}"
                     )
         self.calls[call.id] = call
-        self._children.setdefault(call.parent, []).append(call.id)
+        self._place(call)
         return call
+
+    def _place(self, call: Call) -> None:
+        self._children.setdefault(call.parent, []).append(call.id)
+        before = (
+            0 if call.parent is None else self._prompt_lengths[call.parent] + len(self.calls[call.parent].completion_ids)
+        )
+        self._prompt_lengths[call.id] = before + len(call.context_ids)
 
     def update(self, call_id: str, **changes: Any) -> Call:
         """Put a changed copy of a call in its place (delivery, reward, exclusion; never tokens)."""
@@ -153,6 +161,10 @@ class Rollout:
         """What the engine was given for this call."""
         tokens = self.tokens(call_id)
         return tokens[: len(tokens) - len(self.calls[call_id].completion_ids)]
+
+    def prompt_length(self, call_id: str) -> int:
+        """How many tokens the engine was given for this call; told without walking to the root."""
+        return self._prompt_lengths[call_id]
 
     def conversation(self, call_id: str) -> list[Message]:
         """The messages along the path, the reply of this call last."""

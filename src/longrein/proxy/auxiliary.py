@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from longrein.contract import Message
-from longrein.recorder import canonical
+from longrein.digests import canonical
 from longrein.rollout import Rollout
 
 

@@ -202,7 +202,7 @@ def answer_of(
         message=call.reply,
         # An engine that was interrupted gives what it has: to a program that is a reply cut short.
         finish_reason="length" if call.finish_reason == "aborted" else call.finish_reason,
-        prompt_tokens=len(rollout.prompt(call.id)),
+        prompt_tokens=rollout.prompt_length(call.id),
         completion_tokens=len(call.completion_ids),
         logprobs=tokens,
         stop_word=word,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import logging
 import threading
@@ -22,10 +21,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from longrein.contract import Intercept, LongreinError, Message, Sampling
+from longrein.digests import Digests, digest_of
 from longrein.proxy import chat
 from longrein.proxy.dialect import Answer, DialectError, ModelRequest, PromptTooLong, answer_of, minted
 from longrein.proxy.text import parse_text
-from longrein.recorder import ContextLengthError, Recorder, canonical, cut
+from longrein.recorder import ContextLengthError, Recorder, cut
 from longrein.rendering import ConversationError, Rendering
 from longrein.rollout import Rollout
 
@@ -129,6 +129,7 @@ class Session:
         self.sealed = False
         self.ended = False
         self._loop = loop
+        self._digests = Digests()
         self._exchanges: dict[bytes, list[Exchange]] = {}
         self._by_call: dict[str, Exchange] = {}
         self._stored: dict[str, tuple[ModelRequest, Answer]] = {}
@@ -151,7 +152,7 @@ class Session:
         if self.ended:
             raise _over()
         request = self._continued(request)
-        digest = _digest(request)
+        digest = self._digest(request)
         exchange = self._repeated(digest, evidence)
         if exchange is None:
             exchange = self._new(request, evidence)
@@ -210,6 +211,11 @@ class Session:
         self._handlers -= 1
         if not self._handlers:
             self._quiet.set()
+
+    def _digest(self, request: ModelRequest) -> bytes:
+        """Of what the model is asked, streamed or not: programs fall back from one to the other."""
+        conversation = self._digests.of(request.messages, request.tools)[-1]
+        return digest_of(conversation, repr((request.stop, request.max_tokens, request.logprobs)).encode())
 
     def _repeated(self, digest: bytes, evidence: Evidence) -> Exchange | None:
         alike = [exchange for exchange in self._exchanges.get(digest, ()) if not exchange.failed]
@@ -407,13 +413,6 @@ class Session:
 
 def _over() -> DialectError:
     return DialectError(409, "The rollout has ended; no call is answered any more.", code="rollout_ended")
-
-
-def _digest(request: ModelRequest) -> bytes:
-    """Of what the model is asked, streamed or not: programs fall back from one to the other."""
-    settings = [list(request.stop), request.max_tokens, request.logprobs]
-    text = json.dumps([*map(canonical, request.messages), list(request.tools), settings], sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def _settle(future: asyncio.Future[Answer], outcome: Answer | Exception) -> None:

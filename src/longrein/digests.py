@@ -1,0 +1,160 @@
+"""Conversations compared: a message in the form in which harmless changes make no difference, and digests of conversations.
+
+Always true: two conversations have one digest when their tools and their messages are the same in that form. Every message of
+every request is compared with what was there before; only one that was not is put into the form, so that a request costs what
+it adds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from longrein.contract import Message, Tool
+
+ALTERNATIVES = 32
+"""How many different messages after one conversation are remembered."""
+
+
+@dataclass(slots=True, eq=False)
+class _Seen:
+    """A conversation that was digested before, by its last message."""
+
+    digest: bytes
+    message: Message | None = None
+    tools: tuple[Tool, ...] = ()
+    """Of the conversation, where it has no message yet."""
+    longer: list[_Seen] = field(default_factory=list)
+
+
+class Digests:
+    """The digests of one rollout's conversations.
+
+    >>> digests, hi = Digests(), {"role": "user", "content": "hi"}
+    >>> digests.of([hi])[-1] == digests.of([{"role": "user", "content": [{"type": "text", "text": "hi"}]}])[-1]
+    True
+    """
+
+    def __init__(self) -> None:
+        self._roots: dict[bytes, _Seen] = {}
+        self._made: set[bytes] = set()
+        self._aliases: dict[bytes, bytes] = {}
+
+    def of(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[bytes]:
+        """Digest k speaks of the tools and the first k messages."""
+        seen = self._root(tools)
+        digests = [seen.digest]
+        for message in messages:
+            for longer in seen.longer:
+                if longer.message == message:
+                    seen = longer
+                    break
+            else:
+                seen = self._see(seen, message)
+            digests.append(seen.digest)
+        return digests
+
+    def alias(self, other: bytes, digest: bytes) -> None:
+        """From now on the conversation of `other`, and all that continue it, count as those of `digest`."""
+        self._aliases.setdefault(other, digest)
+        if other in self._made:  # what was made from it is made anew
+            self._roots.clear()
+            self._made.clear()
+
+    def shared_tools(self, tools: Sequence[Tool]) -> tuple[Tool, ...]:
+        """A copy of the tools, the same for all requests that have them."""
+        return self._root(tools).tools
+
+    def _root(self, tools: Sequence[Tool]) -> _Seen:
+        try:
+            key = orjson.dumps(list(tools))
+        except TypeError:  # not text, or not JSON: compared in the slow way
+            key = _json(list(tools))
+        if key not in self._roots:
+            self._roots[key] = _Seen(digest_of(_json(list(tools))), tools=tuple(copied(list(tools))))
+        return self._roots[key]
+
+    def _see(self, shorter: _Seen, message: Message) -> _Seen:
+        digest = extend(shorter.digest, message)
+        self._made.add(digest)
+        seen = _Seen(self._aliases.get(digest, digest), copied(message))
+        if _says_what_it_is(message):
+            shorter.longer = [seen, *shorter.longer[: ALTERNATIVES - 1]]
+        return seen
+
+
+def extend(digest: bytes, message: Message) -> bytes:
+    """The digest of a conversation with one more message."""
+    return digest_of(digest, canonical(message).encode("utf-8", "surrogatepass"))
+
+
+def canonical(message: Message) -> str:
+    """A message as it is compared: what programs change without meaning to (spacing and key order in tool arguments,
+    text or parts, empty or absent content, ids, reasoning, cache marks) makes no difference."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(_canonical_part(part) for part in content)
+    content = content or ""
+    if message.get("role") == "assistant" and isinstance(content, str):
+        content = content.strip()
+    functions = [call.get("function") or call for call in message.get("tool_calls") or ()]
+    calls = [[function.get("name"), _canonical_arguments(function.get("arguments"))] for function in functions]
+    return json.dumps([message.get("role"), content, calls], sort_keys=True, ensure_ascii=False, default=str)
+
+
+def copied(value: Any) -> Any:
+    """A copy of JSON-like data that shares nothing which can change."""
+    if isinstance(value, dict):
+        return {key: copied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [copied(item) for item in value]
+    return value
+
+
+def _says_what_it_is(value: Any) -> bool:
+    """Whether nothing but the same is equal to it: 1 equals True and 1.0, which are written otherwise."""
+    if isinstance(value, dict):
+        return all(map(_says_what_it_is, value.values()))
+    if isinstance(value, list):
+        return all(map(_says_what_it_is, value))
+    return value is None or isinstance(value, str)
+
+
+def _canonical_part(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if "text" in part:
+        return part["text"] or ""
+    return json.dumps({k: v for k, v in part.items() if k != "cache_control"}, sort_keys=True, default=str)
+
+
+def _canonical_arguments(arguments: Any) -> str:
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, default=str)
+    try:
+        read = json.loads(text or "{}", parse_int=_number, parse_float=_number)
+        return json.dumps(read, sort_keys=True, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _number(digits: str) -> float:
+    """A number as a program in JavaScript would send it back: 1.0 is 1, and integers end at 2**53."""
+    return float(digits) + 0.0
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
+
+
+def digest_of(*parts: bytes) -> bytes:
+    """Of bytes, told apart also by where one part ends."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()

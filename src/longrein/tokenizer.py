@@ -1,0 +1,113 @@
+"""A tokenizer as renderers need it: text to ids and back, nothing about where in the text a token came from.
+
+Always true: the ids and the text are those of the tokenizer it stands for. Where that one rests on the `tokenizers` library it
+is asked directly; most text is not even asked for, since a byte-level vocabulary writes a text word by word and has seen most
+words before. And a renderer that is given no offsets does not follow every token back to its message, which nobody here needs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+MAX_WORDS = 100_000
+"""How many words are remembered; past that they are forgotten, and met again."""
+_CLASSES = {r"\p{L}": "A-Za-z", r"\p{N}": "0-9", r"\s": r"\t-\r ", r"\r": r"\r", r"\n": r"\n", r"\t": r"\t", r"\/": "/"}
+_PLAIN = {None, "NFC", "NFKC", "NFD", "NFKD"}
+"""Normalizers that leave ASCII alone."""
+
+
+class PlainTokenizer:
+    """Stands for a tokenizer of transformers, or for anything with `encode`, `decode` and `convert_tokens_to_ids`."""
+
+    __call__ = None
+    """No offsets: this is how a renderer asks for them."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        # Looked up on the class: a wrapper that passes everything on may have an `encode` of its own.
+        direct = hasattr(type(tokenizer), "backend_tokenizer") and not getattr(tokenizer, "split_special_tokens", False)
+        self._backend = tokenizer.backend_tokenizer if direct else None
+        self._words = None if self._backend is None else words_of(self._backend)
+
+    def encode(self, text: str, add_special_tokens: bool = False, **kwargs: Any) -> list[int]:
+        backend = self._backend
+        if backend is None or kwargs or backend.padding is not None or backend.truncation is not None:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, **kwargs))
+        if self._words is not None and not add_special_tokens and self._words.spells(text):
+            return self._words.encode(text)
+        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False, **kwargs: Any) -> str:
+        if self._backend is None or kwargs or self._tokenizer.clean_up_tokenization_spaces:
+            return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, **kwargs)
+        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+class Words(dict[str, list[int]]):
+    """The words a vocabulary has written, and how: the pieces into which it cuts every text before it looks for tokens."""
+
+    def __init__(self, backend: Any, pattern: str) -> None:
+        self._backend = backend
+        self._cut = re.compile(pattern).findall
+        self._marks = {token.content[:1] for token in backend.get_added_tokens_decoder().values()}
+
+    def spells(self, text: str) -> bool:
+        """Whether the text is ASCII, where letters, digits and spaces are the same for every regular expression, and has no
+        character that a token of the template's own starts with."""
+        return text.isascii() and not any(mark in text for mark in self._marks)
+
+    def encode(self, text: str) -> list[int]:
+        return list(chain.from_iterable(map(self.__getitem__, self._cut(text))))
+
+    def __missing__(self, word: str) -> list[int]:
+        if len(self) >= MAX_WORDS:
+            self.clear()
+        ids = self[word] = self._backend.encode(word, add_special_tokens=False).ids
+        return ids
+
+
+def words_of(backend: Any) -> Words | None:
+    """The words of a byte-level vocabulary; None for one that cuts texts in another way."""
+    cutting, normalizer = _state(backend.pre_tokenizer), _state(backend.normalizer).get("type")
+    steps = cutting.get("pretokenizers", [])
+    if type(backend.model).__name__ != "BPE" or backend.model.dropout or normalizer not in _PLAIN or len(steps) != 2:
+        return None
+    split, letters = steps
+    if (split.get("type"), split.get("behavior"), split.get("invert")) != ("Split", "Isolated", False):
+        return None
+    if letters.get("type") != "ByteLevel" or letters.get("use_regex") or letters.get("add_prefix_space"):
+        return None
+    pattern = in_ascii(split["pattern"].get("Regex", ""))
+    return Words(backend, pattern) if pattern and not re.compile(pattern).groups else None
+
+
+def in_ascii(pattern: str) -> str | None:
+    """The regular expression for ASCII text, in Python's words; None if it speaks of more than letters, digits and spaces.
+
+    >>> in_ascii(r" ?[^\\\\s\\\\p{L}]+|\\\\p{N}{1,3}")
+    ' ?[^\\\\t-\\\\r A-Za-z]+|[0-9]{1,3}'
+    """
+    written, inside = [], False
+    for piece in re.findall(r"\\p\{[^}]*\}|\\.|.", pattern, re.DOTALL):
+        if piece.startswith("\\"):
+            if piece == r"\S" and not inside:
+                written.append(r"[^\t-\r ]")
+            elif piece not in _CLASSES:
+                return None
+            else:
+                written.append(_CLASSES[piece] if inside or len(_CLASSES[piece]) < 3 else f"[{_CLASSES[piece]}]")
+            continue
+        inside = piece == "[" or (inside and piece != "]")
+        written.append(piece)
+    return "".join(written)
+
+
+def _state(part: Any) -> dict[str, Any]:
+    return {} if part is None else json.loads(part.__getstate__())
