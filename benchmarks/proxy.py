@@ -329,7 +329,7 @@ def main() -> None:
         if options.json:
             print(json.dumps(row), flush=True)
     if not options.json:
-        print(" ".join(f"{key}={value}" for key, value in machine(["aiohttp", "uvloop", "orjson", "renderers"]).items()))
+        print(" ".join(f"{key}={value}" for key, value in machine().items()))
         print(table(rows))
 
 
