@@ -24,7 +24,7 @@ class Blocked:
             raise ImportError(name + " is blocked")
 sys.meta_path.insert(0, Blocked())
 import longrein.contract, longrein.rollout, longrein.rendering, longrein.recorder, longrein.agents, longrein.envs
-import longrein.proxy, longrein.harnesses.process, longrein.engines.scripted, longrein.engines.vllm, longrein.envs.harness
+import longrein.proxy, longrein.harnesses.process, longrein.engines.scripted, longrein.engines.replay, longrein.engines.vllm, longrein.envs.harness
 print("ok")
 """
     assert run(code) == "ok"
