@@ -1,4 +1,4 @@
-"""The command line: `longrein train`, `longrein tiny`. Heavy imports wait until a command needs them."""
+"""The command line: `longrein train`, `longrein serve-vllm`. Heavy imports wait until a command needs them."""
 
 from __future__ import annotations
 
@@ -73,6 +73,15 @@ def train(
         str, typer.Option(help="Where agent programs run: auto (bubblewrap where it works), bubblewrap, or none.")
     ] = "auto",
     seed: Annotated[int, typer.Option(help="Seed of tasks, order and sampling.")] = 0,
+    vllm: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Url of a `longrein serve-vllm` server of this model, to sample there; may be said several times."
+        ),
+    ] = None,
+    vllm_folder: Annotated[
+        Path | None, typer.Option(help="A folder that servers on other machines can read, for the weights on their way.")
+    ] = None,
     report_to: Annotated[list[str] | None, typer.Option(help="TRL's trackers: trackio, wandb, tensorboard.")] = None,
     out: Annotated[Path | None, typer.Option(help="The run folder. Unsaid: a new one under runs/.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with a run that was stopped, with the settings it had.")] = None,
@@ -115,6 +124,8 @@ def train(
                 program_share=program_share,
                 sandbox=_sandbox(sandbox),
                 seed=seed,
+                vllm=tuple(vllm or ()),
+                vllm_folder=None if vllm_folder is None else str(vllm_folder.absolute()),
                 report_to=tuple(report_to or ()),
             )
         if smoke:
@@ -165,6 +176,46 @@ def export(
     )
     count = write(source, path, format=format, of=chosen)
     print(f"{count} examples in {path}")
+
+
+@app.command()
+def serve_vllm(
+    model: Annotated[str, typer.Argument(help="Folder or hub name of the model.")],
+    extra: Annotated[list[str] | None, typer.Argument(help="After `--`: options of `vllm serve` itself.")] = None,
+    host: Annotated[
+        str, typer.Option(help="Where to listen. Its routes change weights: leave it on loopback.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    dtype: Annotated[str, typer.Option(help="Of the weights there: auto, bfloat16, float16 or float32.")] = "auto",
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest conversation, in tokens.")] = None,
+    lora_rank: Annotated[int, typer.Option(min=0, help="Take LoRA adapters up to this rank.")] = 0,
+    nccl: Annotated[bool, typer.Option("--nccl", help="Take weights from TRL's WeightTransferClient, on GPUs.")] = False,
+    vllm: Annotated[
+        str | None, typer.Option(help="The `vllm` command. Unsaid: LONGREIN_VLLM, the PATH, then .venv-vllm/bin.")
+    ] = None,
+    log: Annotated[Path | None, typer.Option(help="What the server says. Unsaid: vllm-PORT.log.")] = None,
+    wait: Annotated[float, typer.Option(min=1, help="Seconds until it must be ready.")] = 600.0,
+) -> None:
+    """Start a vLLM server that training can sample from; Ctrl-C ends it and all it started.
+
+    Examples: `longrein serve-vllm Qwen/Qwen3-0.6B` · `longrein serve-vllm ./my-model --port 8001 -- --tensor-parallel-size 2`
+    """
+    import signal
+
+    from longrein.engines.vllm_server import VLLMServer
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what stops a service ends it as Ctrl-C does
+    options = {"dtype": dtype, "max_model_len": max_model_len, "lora_rank": lora_rank, "nccl": nccl, "extra": extra or ()}
+    server = VLLMServer(model, host=host, port=port, vllm=vllm, log=log, **options)
+    try:
+        print(f"starting vLLM (it tells of itself in {server.log})", flush=True)
+        server.wait(wait)
+        print(f"ready: {server.url}", flush=True)
+        server.run()
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    finally:
+        server.close()
 
 
 def main() -> None:
@@ -227,7 +278,8 @@ def _settings_of(folder: Path) -> Settings:
     if not any(folder.glob("checkpoints/checkpoint-*")):
         raise LongreinError(f"{folder} holds no checkpoint to go on from; `longrein train` starts a new run")
     saved = json.loads((folder / "config.json").read_text())
-    return Settings(**{**saved, "report_to": tuple(saved["report_to"]), "resume": True})
+    lists = {name: tuple(saved.get(name, ())) for name in ("report_to", "vllm")}
+    return Settings(**{**saved, **lists, "resume": True})
 
 
 def _say_how_to_go_on(folder: Path) -> int:

@@ -209,6 +209,20 @@ class Rollout:
             tips = [call_id for call_id in self.calls if not self._children.get(call_id)][:1]
         return self._rows(tips, credit)
 
+    def drop_stale(self, oldest: int) -> list[bool]:
+        """Leave out the rows that train a token of a policy before `oldest`; says of each of `rows()` whether it was one."""
+        seen: set[str] = set()
+        trained_in = []
+        for row in self.rows():
+            own = [self.calls[call_id] for call_id in row.calls if call_id not in seen]
+            trained_in.append([call for call in own if self.reason(call) is None])
+            seen.update(row.calls)
+        stale = [any(call.policy_version < oldest for call in calls) for calls in trained_in]
+        for calls, is_stale in zip(trained_in, stale, strict=True):
+            for call in calls if is_stale else ():
+                self.update(call.id, excluded="stale")
+        return stale
+
     def _trained(self) -> list[Call]:
         return [call for call in self.calls.values() if len(call.completion_ids) and self.reason(call) is None]
 

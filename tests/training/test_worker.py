@@ -18,7 +18,8 @@ from longrein.envs import TreasureHunt
 from longrein.harnesses.process import ProcessSessionFactory
 from longrein.proxy import CallLimits, InterceptionServer
 from longrein.recorder import ContextLengthError
-from longrein.training.worker import EmbeddedWeightTransfer, HarnessRolloutWorker, play_session, samples_of
+from longrein.training.sync import EngineWeightTransfer
+from longrein.training.worker import HarnessRolloutWorker, play_session, samples_of
 
 REACT = ["{python}", "-m", "longrein.harnesses.react", "--rooms", "{rooms}"]
 VERIFY = "longrein.harnesses.react.verify_hunt"
@@ -230,7 +231,7 @@ def test_trls_async_trainer_trains_on_the_react_program(folder: Any, tmp_path: A
         )
         dataset = TreasureHunt.get_train_dataset(16, env_config={"max_hops": 2})
         worker = HarnessRolloutWorker(factory, agent, dataset, num_generations=4, concurrency=4)
-        transfer = EmbeddedWeightTransfer(agent.engine)
+        transfer = EngineWeightTransfer(agent.engine)
         args = AsyncGRPOConfig(
             output_dir=str(tmp_path), max_steps=10, learning_rate=3e-4, per_device_train_batch_size=8, num_generations=4,
             token_budget=1024, logging_steps=1, report_to=[], bf16=False, use_cpu=True, save_strategy="no", disable_tqdm=True,

@@ -76,6 +76,17 @@ class GRPOEnvConfig(GRPOConfig):
         default=None,
         metadata={"help": "Unique tokens a packed pass; unsaid, what half of the device's free memory holds."},
     )
+    sampler_ratio_cap: float | None = field(
+        default=2.0,
+        metadata={
+            "help": "Where an engine samples from a copy of the policy (vLLM), weigh every token by its probability under the "
+            "trainer over the sampler's, at most this; None trains as if they agreed."
+        },
+    )
+    max_staleness: int | None = field(
+        default=None,
+        metadata={"help": "Leave out rows that were sampled more than so many optimizer steps ago; None keeps all."},
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,6 +100,14 @@ class GRPOEnvConfig(GRPOConfig):
             raise LongreinError(f"discount is {self.discount}; it must be between 0 and 1")
         if self.old_logps not in ("policy", "recorded"):
             raise LongreinError(f"old_logps is {self.old_logps!r}; it must be 'policy' or 'recorded'")
+        if self.sampler_ratio_cap is not None and self.sampler_ratio_cap < 1:
+            raise LongreinError(
+                f"sampler_ratio_cap is {self.sampler_ratio_cap}; it must be 1 or more, or None for no weights"
+            )
+        if self.max_staleness is not None and self.max_staleness < 0:
+            raise LongreinError(
+                f"max_staleness is {self.max_staleness}; it must be 0 or more steps, or None to keep all rows"
+            )
         if self.resample_flat_groups < 0:
             raise LongreinError(f"resample_flat_groups is {self.resample_flat_groups}; it must be 0 or more rounds")
 

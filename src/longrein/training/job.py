@@ -23,6 +23,7 @@ from transformers import PrinterCallback, TrainerCallback
 from longrein import __version__
 from longrein.agents import Agent
 from longrein.contract import LongreinError, Sampling
+from longrein.engines.vllm import VLLMEngine
 from longrein.envs.datasets import checked_row, load_tasks, task_dataset
 from longrein.envs.environment import Environment
 from longrein.envs.harness import HarnessEnv
@@ -68,6 +69,10 @@ class Settings:
     sandbox: str = "auto"
     """Of agent programs whose `env_config` does not say: `auto`, `bubblewrap` or `none`."""
     seed: int = 0
+    vllm: tuple[str, ...] = ()
+    """Urls of `longrein serve-vllm` servers of this model that sample; unsaid, the trained model itself does."""
+    vllm_folder: str | None = None
+    """Where weights pass on their way to servers on other machines; unsaid, they go through shared memory."""
     report_to: tuple[str, ...] = ()
     resume: bool = False
 
@@ -94,7 +99,12 @@ def train(settings: Settings, folder: Path, *, progress: Progress = lambda event
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dataclasses.asdict(settings), indent=2))
     progress({"stage": "load", "model": settings.model})
-    agent = Agent.from_pretrained(settings.model, sampling=Sampling(temperature=settings.temperature), seed=settings.seed)
+    agent = Agent.from_pretrained(
+        settings.model,
+        sampling=Sampling(temperature=settings.temperature),
+        seed=settings.seed,
+        engine=engine_of(settings),
+    )
     if agent.tokenizer.pad_token_id is None:
         agent.tokenizer.pad_token = agent.tokenizer.eos_token
     train_rows, heldout_rows = datasets_of(settings)
@@ -104,6 +114,7 @@ def train(settings: Settings, folder: Path, *, progress: Progress = lambda event
     trainer.add_callback(keeper)
     with contextlib.closing(keeper):
         progress({"stage": "before", "tasks": len(heldout_rows)})
+        trainer.sync_weights()
         with keeper.phase("before", 0):
             before = evaluate(agent, heldout_rows, seed=settings.seed)
         progress({"stage": "train", "steps": settings.steps, "before": before})
@@ -115,6 +126,7 @@ def train(settings: Settings, folder: Path, *, progress: Progress = lambda event
             raise
         trainer.save_model(str(folder / "model"))
         progress({"stage": "after", "tasks": len(heldout_rows)})
+        trainer.sync_weights()
         with keeper.phase("after", trainer.state.global_step):
             after = evaluate(agent, heldout_rows, seed=settings.seed)
     agent.engine.close()
@@ -136,6 +148,14 @@ def train(settings: Settings, folder: Path, *, progress: Progress = lambda event
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=2))
     return summary
+
+
+def engine_of(settings: Settings) -> VLLMEngine | None:
+    """The servers that sample, or None where the model itself does."""
+    if not settings.vllm:
+        return None
+    way = "disk" if settings.vllm_folder is not None else "memory"
+    return VLLMEngine(settings.vllm, weights=way, folder=settings.vllm_folder)
 
 
 def make_trainer(settings: Settings, agent: Agent, rows: Any, folder: Path) -> GRPOEnvTrainer:

@@ -27,10 +27,12 @@ from longrein.noise import derive
 from longrein.training.advantages import Batch, advantages, flat_groups
 from longrein.training.checks import check_agent, check_dataset, check_engine, refuse_arguments
 from longrein.training.config import GRPOEnvConfig, check_config, env_config_of
+from longrein.training.correction import correction, mismatch_metrics
 from longrein.training.logprobs import carry_packed_passes
 from longrein.training.loss import TrajectoryLoss
 from longrein.training.planning import balanced, split_by_rollout
 from longrein.training.processes import on_main_process
+from longrein.training.sync import samples_elsewhere, send
 from longrein.training.trials import Collected, EnvironmentCache, collect, tasks_of
 from longrein.training.trl_compat import (
     attach_reference,
@@ -126,6 +128,11 @@ class GRPOEnvTrainer(TrajectoryLoss):
                 carrier = self.accelerator.unwrap_model(carrier)
                 carry_packed_passes(carrier.get_base_model() if is_peft_model(carrier) else carrier)
         check_engine(self._sampler.engine, self)
+        self._samples_elsewhere = samples_elsewhere(self._sampler.engine, self.model)
+        self._sent_version: int | None = None
+        self._corrects_sampler = (
+            self._samples_elsewhere and args.sampler_ratio_cap is not None and args.old_logps == "policy"
+        )
         self._eval_batches = 0
         self._eval_name = ""
         self._failed_batches = {"train": 0, "eval": 0}
@@ -159,8 +166,15 @@ class GRPOEnvTrainer(TrajectoryLoss):
             self._buffered_inputs = split_by_rollout(whole, micro_batches, order, windows=windows)
         return self._buffered_inputs[self._step % micro_batches]
 
+    def sync_weights(self) -> None:
+        """Have the engine sample from the weights as they are now, where it has a copy of its own. Every rank calls this."""
+        if self._samples_elsewhere and self._sent_version != self.state.global_step:
+            send(self._sampler.engine, self.model, self.accelerator, self.state.global_step)
+            self._sent_version = self.state.global_step
+
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         mode = "train" if self.model.training else "eval"
+        self.sync_weights()
         by_rank = gather_object([inputs])
         rows = [row for of_rank in by_rank for row in of_rank]
         started = time.perf_counter()
@@ -199,6 +213,8 @@ class GRPOEnvTrainer(TrajectoryLoss):
             flat = [group for group in flat if group not in better]
         if self.args.resample_flat_groups:
             metrics["frac_reward_zero_std_after_resampling"] = len(flat) / max(1, len(tasks))
+        if self.args.max_staleness is not None:
+            collected, metrics["stale"] = collected.without_stale(self.state.global_step - self.args.max_staleness)
         metrics |= collected.metrics()
         self._stop_if_nothing_works(collected, mode)
         arrays = collected.arrays()
@@ -286,6 +302,13 @@ class GRPOEnvTrainer(TrajectoryLoss):
             elif self.beta != 0.0:
                 with reference_adapter(self.accelerator.unwrap_model(self.model)):
                     batch["ref_per_token_logps"] = self._trajectory_logps(self.model, batch, **options).logps
+        if self._corrects_sampler:
+            assert self.args.sampler_ratio_cap is not None
+            old, trained = batch["old_per_token_logps"], batch["agent_token_mask"]
+            found = correction(old, recorded, trained, self.args.sampler_ratio_cap)
+            batch["advantages"] = batch["advantages"] * found.weights
+            for name, value in mismatch_metrics(found, self.accelerator.gather).items():
+                self._metrics[mode][name].append(value)
         return batch
 
     def _old_is_current(self, mode: str) -> bool:
@@ -293,7 +316,7 @@ class GRPOEnvTrainer(TrajectoryLoss):
         one_update = (
             self.num_iterations == 1 and (self.args.steps_per_generation or 1) <= self.args.gradient_accumulation_steps
         )
-        return self.args.skip_old_pass and (mode == "eval" or one_update)
+        return self.args.skip_old_pass and (mode == "eval" or one_update) and not self._corrects_sampler
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         self._rollout_seconds, started = 0.0, time.perf_counter()

@@ -76,6 +76,20 @@ class Collected:
             played[here * size : (here + 1) * size] = other.played[there * size : (there + 1) * size]
         return dataclasses.replace(self, played=played)
 
+    def without_stale(self, oldest: int) -> tuple[Collected, float]:
+        """This batch with nothing trained in rows that hold tokens of a policy before `oldest`, and the share of those rows.
+
+        They keep their place and their reward, so that their group's mean is what it was."""
+        played, stale, rows = [], 0, 0
+        for one in self.played:
+            dropped = one.rollout.drop_stale(oldest) if one.rollout is not None and one.rollout.calls else []
+            keep = np.ones((len(one.rows["padded_agent_mask"]), 1), np.int64)
+            keep[: len(dropped), 0] = np.logical_not(dropped)
+            stale, rows = stale + sum(dropped), rows + len(keep)
+            mask = one.rows["padded_agent_mask"] * keep
+            played.append(dataclasses.replace(one, rows={**one.rows, "padded_agent_mask": mask}))
+        return dataclasses.replace(self, played=played), stale / max(1, rows)
+
     @property
     def truncated(self) -> NDArray[np.bool_]:
         """The rollouts that ended because tokens ran out, as far as their records say."""

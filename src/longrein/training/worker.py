@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from longrein.agents import Agent
@@ -33,7 +32,6 @@ from longrein.contract import (
     RolloutMessages,
     Sampling,
 )
-from longrein.engines.transformers import TransformersEngine
 from longrein.noise import derive
 from longrein.proxy.auxiliary import mark_auxiliary
 from longrein.recorder import ContextLengthError, Recorder
@@ -57,7 +55,7 @@ class HarnessRolloutWorker:
 
     >>> worker = HarnessRolloutWorker(factory, agent, dataset, num_generations=8)                # doctest: +SKIP
     >>> AsyncGRPOTrainer(model, args=args, train_dataset=dataset, rollout_worker=worker,
-    ...     weight_transfer=EmbeddedWeightTransfer(agent.engine))                                # doctest: +SKIP
+    ...     weight_transfer=EngineWeightTransfer(agent.engine))                                # doctest: +SKIP
 
     `dataset` holds tasks: rows with `task_data`, or the tasks themselves. `advantages` is `group` or `leave_one_out` (one row a
     branch), or `turn` (one row a turn, each with its own mask and advantage; TRL's packing forwards what they share once).
@@ -213,7 +211,10 @@ class HarnessRolloutWorker:
         self.metrics_queue.put({"rollout/failed": 1 - len(scored) / len(group.rollouts)})
         if len(scored) < 2:
             return  # nothing to compare with
-        for sample in samples_of(scored, group.id, self.advantages, self._oldest_allowed()):
+        samples = list(samples_of(scored, group.id, self.advantages, self._oldest_allowed()))
+        calls = [call for rollout in scored for call in rollout.calls.values()]
+        self.metrics_queue.put({"rollout/stale": sum(call.excluded == "stale" for call in calls) / len(calls)})
+        for sample in samples:
             while not self._stopping.is_set():
                 try:
                     self.rollout_buffer.put(sample, timeout=0.2)
@@ -266,7 +267,7 @@ def play_session(
 def samples_of(
     rollouts: Sequence[Rollout], group_id: int, name: AdvantageName, oldest: int | None = None
 ) -> Iterator[RolloutSample]:
-    """A task's rollouts as TRL's samples, each sampled token in exactly one; rollouts older than `oldest` are left out."""
+    """A task's rollouts as TRL's samples, each sampled token in exactly one; rows older than `oldest` are left out."""
     trial = padded(rollouts, pad_id=0)
     batch = Batch(
         agent_mask=trial["padded_agent_mask"],
@@ -281,12 +282,11 @@ def samples_of(
     for turn in turns_of(trial["padded_agent_mask"]):
         turns.setdefault(turn.row, []).append((turn.start, turn.end))
     spread = float(np.nanstd(trial["final_rewards"]))
+    stale = [was for rollout in rollouts for was in rollout.drop_stale(oldest or 0)]
     for index, (rollout, row) in enumerate(rows):
-        version = min(call.policy_version for call in rollout.calls.values())
-        if oldest is not None and version < oldest:
-            for call_id in row.calls:
-                rollout.update(call_id, excluded="stale")
+        if stale[index]:
             continue
+        version = min(rollout.calls[call_id].policy_version for call_id in row.calls)
         spans = turns.get(index, [])
         for start, end in spans if name == "turn" else [(0, len(row.token_ids))] if spans else []:
             mask = row.agent_mask.copy()
@@ -312,25 +312,3 @@ def _sample(
         metrics={"reward": float(rollout.reward or 0.0), "reward_std": spread},
         enqueued_at=time.time(),
     )
-
-
-class EmbeddedWeightTransfer:
-    """TRL's `WeightTransferProtocol` into an embedded engine: weights are copied while no batch runs."""
-
-    def __init__(self, engine: TransformersEngine) -> None:
-        self.engine = engine
-
-    def init_weight_transfer(self) -> None:
-        """Nothing to set up: the engine is in this process."""
-
-    def pause(self) -> None:
-        self.engine.pause()
-
-    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        self.engine.load_weights(iterator)
-
-    def resume(self) -> None:
-        self.engine.resume()
-
-    def destroy(self) -> None:
-        self.engine.resume()
