@@ -219,3 +219,19 @@ def test_an_unknown_credit_is_refused() -> None:
     rollout.add(call("a"))
     with pytest.raises(LongreinError, match="credit is 'sum'"):
         rollout.rows("sum")  # type: ignore[arg-type]
+
+
+def test_a_stale_row_is_left_out_whole_and_what_others_train_of_it_stays() -> None:
+    rollout = Rollout(id="r", reward=1.0)
+    for call_id, parent, version in (("a", None, 3), ("b", "a", 3), ("c", "a", 1), ("d", "c", 3)):
+        rollout.add(call(call_id, parent, policy_version=version))
+    assert [row.calls for row in rollout.rows()] == [("a", "b"), ("a", "c", "d")]
+    assert rollout.drop_stale(oldest=1) == [False, False]
+    assert rollout.drop_stale(oldest=2) == [False, True]
+    assert {call_id: one.excluded for call_id, one in rollout.calls.items()} == {
+        "a": None,
+        "b": None,
+        "c": "stale",
+        "d": "stale",
+    }
+    assert [row.calls for row in rollout.rows()] == [("a", "b")]

@@ -366,13 +366,12 @@ def test_a_log_probability_that_would_be_wrong_is_refused(mode: str, sampling: d
 
 
 def test_tokens_log_probabilities_and_versions_must_fit(engine: VLLMEngine, server: BadServer) -> None:
+    sample(engine, request())
     server.behaviour = lambda body: web.json_response(server.reply(body, token_ids=[1, 2, 0]))
     with pytest.raises(LongreinError, match="3 tokens and 2 log-probabilities"):
         sample(engine, request())
-    short = [{"version": "", "start": 0, "end": 1}]
-    server.behaviour = lambda body: web.json_response(
-        server.reply(body, weight_versions=[{**short[0], "version": server.label}])
-    )
+    spans = [{"version": server.label, "start": 0, "end": 1}]
+    server.behaviour = lambda body: web.json_response(server.reply(body, weight_versions=spans))
     with pytest.raises(LongreinError, match="2 tokens and says of 1 which weights drew them"):
         sample(engine, request())
 

@@ -181,6 +181,17 @@ def test_rollouts_older_than_the_limit_are_left_out_with_the_reason(scripted: Ag
     assert [call.excluded for rollout in rollouts for call in rollout.calls.values()] == ["stale", None]
 
 
+def test_stale_calls_are_counted(scripted: Agent) -> None:
+    worker = HarnessRolloutWorker(Factory(), scripted, [{}], num_generations=2, concurrency=1, max_staleness=1)
+    worker._version = 2  # the trainer is two updates ahead of the engine, which samples with version 0
+    worker.start()
+    try:
+        told = [worker.metrics_queue.get(timeout=20) for _ in range(2)]
+    finally:
+        worker.stop()
+    assert told == [{"rollout/failed": 0.0}, {"rollout/stale": 1.0}]
+
+
 def test_an_overlong_prompt_is_refused_and_the_session_is_scored() -> None:
     class Overlong:
         def generate(self, rollout_id: str, turn: int, *request: Any) -> str:
