@@ -154,3 +154,26 @@ def test_limits_beyond_the_models_context_are_refused(tokenizer: Any, random_mod
     reads = agent.context_length
     with pytest.raises(LongreinError, match=f"conversations of {reads + 1} tokens .* the model reads {reads}"):
         Count(tokenizer=tokenizer("qwen3"), env_config={"max_tokens": reads + 1}).run_trial([], agent, 1)
+
+
+def test_rollouts_wait_rather_than_pile_up(tokenizer: Any) -> None:
+    at_once: list[int] = []
+    running = 0
+
+    class Slow(Count):
+        async def _run(self, rollout: Any, recorder: Any) -> None:
+            nonlocal running
+            running += 1
+            at_once.append(running)
+            try:
+                await asyncio.sleep(0)
+                await super()._run(rollout, recorder)
+            finally:
+                running -= 1
+
+    found = tokenizer("qwen3")
+    agent = Agent(None, found, engine=ScriptedEngine(lambda m, t: "one two", rendering_of(found)))
+    env = Slow(tokenizer=found, env_config={"concurrency": 3})
+    played = env.run_trial([{"name": "a", "rewards": [0.5, 0.5]}] * 4, agent, num_rollouts=2)["rollouts"]
+    assert [rollout.reward for rollout in played] == [1.0] * len(at_once) == [1.0] * 8
+    assert max(at_once) == 3

@@ -18,7 +18,7 @@ from bodies import ANYTHING, BODY
 from conversations import LOOK, MOVE, assistant, system, user
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from programs import Gated, Program
+from programs import Gated, Program, until
 
 from longrein.contract import LongreinError, Sampled, SampleRequest, Sampling
 from longrein.engines.scripted import ScriptedEngine
@@ -401,6 +401,37 @@ def test_a_stream_says_that_it_waits(program: MakeProgram, gated: Gated) -> None
         assert b'"content":"yes"' in read_until(connection, b"[DONE]")
         server.end(there.rollout_id)
         assert there.calls[0].delivered
+
+
+def test_an_engine_slower_than_a_programs_read_timeout_is_waited_for(program: MakeProgram, gated: Gated, pool: Any) -> None:
+    with Impatient() as server:
+        there = program(gated, on=server)
+        sdk = there.sdk.with_options(timeout=httpx.Timeout(5, read=0.4), max_retries=0)
+
+        def ask() -> str:
+            stream = sdk.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}], stream=True)
+            return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+
+        said = pool.submit(ask)
+        gate = gated.gate()
+        with pytest.raises(TimeoutError):  # three times what the program waits between two bytes
+            said.result(timeout=1.2)
+        gate.set_result("at last")
+        assert said.result(timeout=20) == "at last"
+        assert [call.delivered for call in there.calls] == [True]
+
+
+def test_a_program_that_gives_up_waiting_and_asks_again_gets_the_same_reply(
+    program: MakeProgram, gated: Gated, pool: Any
+) -> None:
+    there = program(gated)
+    sdk = there.sdk.with_options(timeout=httpx.Timeout(5, read=0.4), max_retries=1)
+    said = pool.submit(sdk.chat.completions.create, model="m", messages=[{"role": "user", "content": "hi"}])
+    gate = gated.gate()
+    until(lambda: there.traffic.joined)
+    gate.set_result("at last")
+    assert said.result(timeout=20).choices[0].message.content == "at last"
+    assert there.traffic.calls == len(there.calls) == 1
 
 
 def test_an_error_after_a_stream_began_is_an_event(program: MakeProgram, gated: Gated) -> None:

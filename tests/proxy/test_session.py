@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -21,12 +20,6 @@ from longrein.recorder import ContextLengthError, Recorder
 
 MakeProgram = Callable[..., Program]
 HI = {"messages": [user("hi")]}
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(8) as pool:
-        yield pool
 
 
 # Retries, disconnects, duplicates

@@ -44,12 +44,14 @@ class EnvConfig:
     """Tokens of one reply."""
     max_seconds: float | None = None
     """Wall-clock time of an episode."""
+    concurrency: int = 256
+    """Rollouts at a time; the others wait for one to end."""
     credit: Credit = "spread"
     """Where a step's reward goes: over the tokens of the reply that earned it, on its `last` token, or everything on the
     `terminal` token of the episode."""
 
     def __post_init__(self) -> None:
-        for name in ("max_turns", "max_tokens", "max_reply_tokens"):
+        for name in ("max_turns", "max_tokens", "max_reply_tokens", "concurrency"):
             if not isinstance(value := getattr(self, name), int) or value < 1:
                 raise EnvConfigError(f"{name} is {value!r}; it must be a whole number of 1 or more")
         if self.credit not in CREDITS:
@@ -162,6 +164,7 @@ class Environment(ABC):
         recorder = agent.recorder()
         trial = uuid.uuid4().hex[:12]
         seen: Counter[str] = Counter()
+        turns = asyncio.Semaphore(self.config.concurrency)
         episodes = []
         for number, task in enumerate(tasks):
             key = json.dumps(task, sort_keys=True, default=str)
@@ -175,12 +178,13 @@ class Environment(ABC):
                     env=type(self).__name__,
                     group=f"{trial}-g{number}",
                 )
-                episodes.append(self._play_one(rollout, recorder))
+                episodes.append(self._play_one(rollout, recorder, turns))
         return await asyncio.gather(*episodes)
 
-    async def _play_one(self, rollout: Rollout, recorder: Recorder) -> Rollout:
+    async def _play_one(self, rollout: Rollout, recorder: Recorder, turns: asyncio.Semaphore) -> Rollout:
         try:
-            await self._run(rollout, recorder)
+            async with turns:
+                await self._run(rollout, recorder)
         except Exception as error:
             rollout.failed = f"{type(error).__name__}: {error}"
             rollout.reward, rollout.success = None, None

@@ -6,7 +6,6 @@ gives its branches as rows of one rollout. Reward comes from the verifier, which
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -42,8 +41,6 @@ class HarnessConfig(EnvConfig):
         super().__post_init__()
         if isinstance(self.command, str) or not self.command:
             raise EnvConfigError(f"command is {self.command!r}; it must be a list of strings, one for each argument")
-        if not isinstance(self.concurrency, int) or self.concurrency < 1:
-            raise EnvConfigError(f"concurrency is {self.concurrency!r}; it must be a whole number of 1 or more")
         try:
             chosen(self.sandbox)
         except SandboxError as error:
@@ -78,10 +75,6 @@ class HarnessEnv(Environment):
     def episode(self, task_data: dict[str, Any]) -> Episode:
         raise LongreinError("a harness plays its own loop; it has no Episode")
 
-    async def play(self, tasks: Sequence[dict[str, Any]], agent: Any, num_rollouts: int) -> list[Rollout]:
-        self._turns = asyncio.Semaphore(self.config.concurrency)
-        return await super().play(tasks, agent, num_rollouts)
-
     async def _run(self, rollout: Rollout, recorder: Recorder) -> None:
         config = self.config
         factory = ProcessSessionFactory(
@@ -97,11 +90,10 @@ class HarnessEnv(Environment):
             max_length=config.max_tokens,
             sandbox=config.sandbox,
         )
-        async with self._turns:
-            session = await factory.create_async(task=rollout.task, rollout_id=rollout.id)
-            async with session:
-                outcome = await session.wait_async()
-                verdict = await session.run_async()
+        session = await factory.create_async(task=rollout.task, rollout_id=rollout.id)
+        async with session:
+            outcome = await session.wait_async()
+            verdict = await session.run_async()
         if not rollout.calls:
             raise LongreinError(
                 f"the program made no model call and ended with exit code {outcome.exit_code}: {outcome.stderr[-500:]}"
