@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from transformers import (
 
 from longrein.contract import Sampled, SampleRequest, Sampling
 from longrein.engines.forwarding import PlainForward, SlotForward
+from longrein.engines.graphs import Graphs, _Graph
 from longrein.engines.transformers import TransformersEngine
 
 Model = Callable[..., Any]
@@ -242,6 +244,38 @@ def test_a_reply_that_spans_new_weights_goes_on_under_them(engine: TransformersE
     model.load_state_dict(old)
     head = Sampled(reply.ids[:4], reply.logprobs[:4], "length")
     assert_exact(model, request(prompt, max_tokens=4), head)
+
+
+class Replayed(Graphs):
+    """Steps of fixed shapes, padded as for a GPU's captured graphs, with a pass in place of each replay."""
+
+    def _record(self, inputs: torch.Tensor, step: Callable[[], Any]) -> Any:
+        logits = self._forward(step(), inputs[:1], inputs[1:2]).clone()
+        replay = SimpleNamespace(replay=lambda: logits.copy_(self._forward(step(), inputs[:1], inputs[1:2])))
+        return _Graph(replay, inputs, step(), logits)
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_steps_of_fixed_shapes_are_exact_and_leave_idle_conversations_alone(window: int | None) -> None:
+    config = MistralConfig(**{**SMALL, "sliding_window": window})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    rng = random.Random(0)
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in (1, 30, 30, 45)]
+
+    async def rollouts() -> list[Any]:
+        return await asyncio.gather(*(play(engine, random.Random(seed), prompts[seed % 4], 4) for seed in range(14)))
+
+    with closing(TransformersEngine(model, max_batch=6)) as engine:
+        sample(engine, request([1]))
+        forward = engine._forward
+        assert isinstance(forward, SlotForward)
+        forward.graphs = Replayed(forward.slots.slots, forward.slots.stems, forward._logits, forward.device)
+        for calls in asyncio.run(rollouts()):
+            for asked, reply in calls:
+                assert_exact(model, asked, reply)
+        assert len(forward.graphs.captured) > 1
+        assert not forward.graphs._failed
 
 
 SMALL: dict[str, Any] = {

@@ -240,7 +240,13 @@ def _part(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: tor
 
 
 def _scores(query: torch.Tensor, key: torch.Tensor, how: How) -> torch.Tensor:
-    scores = torch.matmul(query * how.scaling, key.transpose(-1, -2)).to(torch.promote_types(query.dtype, torch.float32))
+    key = key.transpose(-1, -2)
+    if query.is_cuda and query.dim() == 4 and query.dtype in (torch.bfloat16, torch.float16):
+        # The scores are not rounded to the short type; rows and heads of a shelf are one dimension without a copy.
+        scores = torch.bmm(query.flatten(0, 1), key.flatten(0, 1), out_dtype=torch.float32).view(*query.shape[:3], -1)
+    else:
+        scores = torch.matmul(query, key).to(torch.promote_types(query.dtype, torch.float32))
+    scores = scores * how.scaling
     if how.softcap is not None:
         scores = torch.tanh(scores / how.softcap) * how.softcap
     return scores
@@ -274,6 +280,9 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, before:
     rows = torch.arange(before, before + query.shape[1], device=query.device)
     mask = _hidden(rows[:, None] - torch.arange(key.shape[1], device=query.device), how.window, query.dtype)
     if plain:
+        if grouped and query.is_cuda:  # its quick kernels take a mask or heads in groups, not both
+            key, value = (tensor.repeat_interleave(query.shape[0] // len(tensor), 0) for tensor in (key, value))
+            grouped = False
         out = F.scaled_dot_product_attention(
             query[None], key[None], value[None], attn_mask=mask, scale=how.scaling, enable_gqa=grouped
         )

@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from longrein.engines.attention import IMPLEMENTATION, Grouping, Piece, Step, Survey, current
+from longrein.engines.graphs import Graphs
 from longrein.engines.slots import Conversation, Segment, Slots, Wait
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,8 @@ class SlotForward:
         self._configs = configs_of(model)
         self._mask = torch.zeros(1, 1, 1, 1, device=self.device)  # four dimensions: transformers makes none of its own
         self._grouped: tuple[int, Grouping, torch.Tensor] | None = None
+        cuda = self.device.type == "cuda"
+        self.graphs = Graphs(self.slots.slots, self.slots.stems, self._logits, self.device) if cuda else None
 
     def join(self, reply: Reply, *, alone: bool) -> Wait | None:
         seat = self.slots.seat(np.frombuffer(reply.tokens, np.int32), alone=alone)
@@ -138,7 +141,10 @@ class SlotForward:
             pieces=pieces,
             row_index=row_index,
         )
-        logits = self._forward(step, ids, positions)
+        logits = self.graphs.run(step, ids, positions, lasts) if self.graphs else None
+        if logits is None:
+            table = torch.tensor([ids, positions], device=self.device)
+            logits = self._logits(step, table[:1], table[1:])
         for segment, count in planned:
             segment.stored += count
         for one in drawing:
@@ -183,12 +189,12 @@ class SlotForward:
             )
         return self._grouped[1:]
 
-    def _forward(self, step: Step, ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-        table = torch.tensor([ids, positions], device=self.device)
+    def _logits(self, step: Step, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """One packed pass: `[rows, vocabulary]`."""
         with attending(self._configs, step):
             output = self.model(
-                input_ids=table[:1],
-                position_ids=table[1:],
+                input_ids=ids,
+                position_ids=positions,
                 attention_mask=self._mask,
                 use_cache=False,
                 logits_to_keep=max(step.rows, 1),

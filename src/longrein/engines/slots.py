@@ -77,6 +77,8 @@ class Shelf:
 
     def __init__(self, heads: dict[int, Heads], dtype: torch.dtype, device: torch.device) -> None:
         self.rows = self.capacity = self.active = self.taken = 0
+        self.moves = 0
+        """Counts how often the rows have moved to other memory."""
         self.owners: list[Segment | None] = []
         self._dtype, self._device = dtype, device
         self._counts: dict[tuple[int, int], int] = {}
@@ -107,6 +109,10 @@ class Shelf:
         self.taken -= 1
         segment.place, segment.stored = -1, 0
 
+    def clear(self) -> None:
+        self.owners = [None for _ in range(self.rows)]
+        self.active = self.taken = 0
+
     def activate(self, segment: Segment) -> None:
         self._swap(segment.place, self.active)
         self.active += 1
@@ -127,6 +133,7 @@ class Shelf:
 
     def resize(self, rows: int, capacity: int) -> None:
         """Move everything to rows of another number or capacity; there must be room for what is stored."""
+        self.moves += 1
         before, owners = self._tensors, list(self)
         self.owners = [*owners, *[None] * (rows - len(owners))]
         places = [owner.place for owner in owners]
@@ -242,12 +249,11 @@ class Slots:
             self.stems.drop(conversation.stem)
 
     def forget(self) -> None:
-        """Forget everything, the memory included."""
+        """Forget everything; the memory stays."""
         self.changes += 1
         self.conversations.clear()
         for shelf in (self.slots, self.stems):
-            shelf.owners, shelf.active, shelf.taken = [], 0, 0
-            shelf.resize(0, 0)
+            shelf.clear()
 
     def make_room(self, conversations: Iterable[Conversation]) -> bool:
         """See that each conversation can store all its tokens; False where that would need one that runs to go."""

@@ -63,7 +63,9 @@ class TransformersEngine:
         self._drawing: tuple[list[_Reply], Drawer] | None = None
         self._forward: Forward | None = None
         self._made_for: tuple[Any, ...] = ()
-        self._weights: tuple[Any, ...] = ()
+        self._weights = (0, 0)
+        """The policy version and the sum of version counters that what is kept was made with."""
+        self._watched: list[torch.Tensor] = []
         self._cancellations = 0
         self._worker: threading.Thread | None = None
         self._changed = threading.Condition()
@@ -205,48 +207,42 @@ class TransformersEngine:
     def _make_ready(self) -> None:
         """See that the forward fits the model as it is, and that what it keeps was made with these weights."""
         model = self.model
-        made_for = (model, model.dtype, model.device, self.forward_context, self.cache_tokens)
+        if model.device.type == "cuda":
+            torch.cuda.set_device(model.device)
+        self._watched = [*model.parameters(), *model.buffers()]
+        adapters = [
+            (str(module.active_adapters), module.disable_adapters, str(module.merged_adapters))
+            for module in model.modules()
+            if hasattr(module, "merged_adapters")  # a layer that PEFT has wrapped
+        ]
+        where = [tensor.data_ptr() for tensor in self._watched]
+        made_for = (model, model.dtype, model.device, self.forward_context, self.cache_tokens, where, adapters)
+        weights = (self.policy_version, self._versions())
         if self._forward is None or made_for != self._made_for:
             forwarded = self.forwarded_tokens
+            self._let_go()
             self._forward = None  # its memory is free before the next one takes some
             self._forward = forwarding.choose(model, self.cache_tokens)
             self._forward.forwarded = forwarded
             self._made_for = made_for
-            self._weights = self._weights_now()
-        elif self._weights != self._weights_now():
-            self._forget()
-
-    def _weights_now(self) -> tuple[Any, ...]:
-        self._watched = [*self.model.parameters(), *self.model.buffers()]
-        self._version_sum = self._versions()
-        adapters = [
-            (str(module.active_adapters), module.disable_adapters, str(module.merged_adapters))
-            for module in self.model.modules()
-            if hasattr(module, "merged_adapters")  # a layer that PEFT has wrapped
-        ]
-        return (
-            self.policy_version,
-            self._version_sum,
-            tuple(tensor.data_ptr() for tensor in self._watched),
-            tuple(adapters),
-        )
+        elif self._weights != weights:
+            self._let_go()
+            self._forward.forget()
+        self._weights = weights
 
     def _versions(self) -> int:
         """Grows with every change in place of a weight, whoever makes it."""
         return sum(0 if tensor.is_inference() else tensor._version for tensor in self._watched)
 
     def _weights_changed(self) -> bool:
-        return self.policy_version != self._weights[0] or self._versions() != self._version_sum
+        return self._weights != (self.policy_version, self._versions())
 
-    def _forget(self) -> None:
-        """Drop what was made with other weights; what runs is forwarded again."""
-        assert self._forward is not None
+    def _let_go(self) -> None:
+        """What runs is forwarded again: what was kept of it is not right any more."""
         for reply in self._running:
             reply.kept = None
         self._waiting.extendleft(reversed(self._running))
         self._running = []
-        self._forward.forget()
-        self._weights = self._weights_now()
 
     def _take_in(self) -> bool:
         """Let go of what is not wanted any more and take in what waits; whether anything runs."""
