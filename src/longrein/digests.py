@@ -44,9 +44,13 @@ class Digests:
         self._roots: dict[bytes, _Seen] = {}
         self._made: set[bytes] = set()
         self._aliases: dict[bytes, bytes] = {}
+        self._last: tuple[Sequence[Message], Sequence[Tool], list[bytes]] | None = None
 
-    def of(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[bytes]:
-        """Digest k speaks of the tools and the first k messages."""
+    def of(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, again: bool = False) -> list[bytes]:
+        """Digest k speaks of the tools and the first k messages. `again` keeps them for whoever asks for these very objects next."""
+        last, self._last = self._last, None
+        if last is not None and last[0] is messages and last[1] is tools:
+            return last[2]
         seen = self._root(tools)
         digests = [seen.digest]
         for message in messages:
@@ -57,6 +61,8 @@ class Digests:
             else:
                 seen = self._see(seen, message)
             digests.append(seen.digest)
+        if again:
+            self._last = messages, tools, digests
         return digests
 
     def alias(self, other: bytes, digest: bytes) -> None:
@@ -65,6 +71,7 @@ class Digests:
         if other in self._made:  # what was made from it is made anew
             self._roots.clear()
             self._made.clear()
+            self._last = None
 
     def shared_tools(self, tools: Sequence[Tool]) -> tuple[Tool, ...]:
         """A copy of the tools, the same for all requests that have them."""

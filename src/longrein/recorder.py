@@ -204,6 +204,13 @@ class Recorder:
             raise
         return _copied(call)
 
+    def digest(self, rollout_id: str, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> bytes:
+        """Of what a request asks that is about to be a `call`: the same for any two that differ only in what programs change
+        without meaning to."""
+        state = self._state(rollout_id)
+        with self._lock:
+            return state.digests.of(messages, tools, again=True)[-1]
+
     def deliver(self, rollout_id: str, call_id: str) -> None:
         """The reply reached whoever asked."""
         self._state(rollout_id).rollout.update(call_id, delivered=True)

@@ -148,7 +148,15 @@ def _refuse_unanswerable(body: Json) -> None:
 
 def _messages(body: Json) -> tuple[Message, ...]:
     given = enumerate(filled(body, "messages", "message"))
-    return tuple(_message(item(message, f"messages[{index}]"), f"messages[{index}]") for index, message in given)
+    return tuple(
+        message if _is_plain(message) else _message(item(message, f"messages[{index}]"), f"messages[{index}]")
+        for index, message in given
+    )
+
+
+def _is_plain(given: Any) -> bool:
+    """Whether a message is a role and its text, as most of a long conversation are: `_message` would change nothing."""
+    return isinstance(given, dict) and len(given) == 2 and type(given.get("content")) is str and given.get("role") in ROLES
 
 
 def _message(given: Json, where: str) -> Message:

@@ -214,7 +214,8 @@ class Session:
 
     def _digest(self, request: ModelRequest) -> bytes:
         """Of what the model is asked, streamed or not: programs fall back from one to the other."""
-        conversation = self._digests.of(request.messages, request.tools)[-1]
+        asked = request.messages, request.tools
+        conversation = self.recorder.digest(self.rollout_id, *asked) if self.recorder else self._digests.of(*asked)[-1]
         return digest_of(conversation, repr((request.stop, request.max_tokens, request.logprobs)).encode())
 
     def _repeated(self, digest: bytes, evidence: Evidence) -> Exchange | None:
