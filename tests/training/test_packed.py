@@ -50,7 +50,7 @@ def made(name: str, **changes) -> tf.PreTrainedModel:
         "qwen3": lambda: tf.Qwen3Config(**HEADS, **changes),
         "llama": lambda: tf.LlamaConfig(**SHAPE, **changes),
         "mistral": lambda: tf.MistralConfig(**HEADS, sliding_window=4, **changes),
-        "gemma2": lambda: tf.Gemma2Config(**HEADS, **ALTERNATING, attn_logit_softcapping=0.5, **changes),
+        "gemma2": lambda: tf.Gemma2Config(**HEADS, **ALTERNATING, attn_logit_softcapping=0.5, attn_implementation="eager", **changes),
         "gemma3": lambda: tf.Gemma3TextConfig(**HEADS, **ALTERNATING, **changes),
         "gpt2": lambda: tf.GPT2Config(vocab_size=40, n_embd=32, n_layer=2, n_head=4, **changes),
         "deepseek_v3": lambda: tf.DeepseekV3Config(

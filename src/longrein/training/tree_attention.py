@@ -7,8 +7,9 @@ Keys and values have fewer heads than queries where the model groups them, and a
 from __future__ import annotations
 
 import importlib.util
-import logging
+import shutil
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +19,6 @@ from torch.nn import functional
 from longrein.contract import LongreinError
 from longrein.training.tree import PrefixTree
 from longrein.training.tree_kernels import Attend, Cascade, Varlen, at_least_float32
-
-logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "varlen", "flex", "sdpa")
 
@@ -77,10 +76,10 @@ class TreeAttention:
 
     def _backend_for(self, query: Tensor, value: Tensor, softcap: float | None) -> str:
         width = query.shape[-1]
-        cuda = query.device.type == "cuda"
         half = query.dtype in (torch.float16, torch.bfloat16)
-        flash = cuda and half and width % 8 == 0 and width <= 256 and value.shape[-1] == width and softcap is None
-        flex = cuda and query.dtype != torch.float64 and importlib.util.find_spec("triton") is not None
+        flash = half and width % 8 == 0 and width <= 256 and value.shape[-1] == width and softcap is None
+        flash = flash and query.device.type == "cuda" and _has_flash(query.device)
+        flex = query.device.type == "cuda" and query.dtype != torch.float64 and width >= 16 and can_compile()
         able = {"varlen": flash, "flex": flex, "sdpa": True}
         if self.backend != "auto" and not able[self.backend]:
             raise LongreinError(
@@ -141,6 +140,18 @@ def _cuts(tree: PrefixTree, device: torch.device, window: int | None) -> Sequenc
             keys = torch.arange(first, last, device=device)
             cuts.append(Cut(start, end, slices, (keys <= queries) & (keys > queries - window)))
     return cuts
+
+
+@cache
+def _has_flash(device: torch.device) -> bool:
+    """NVIDIA's GPUs from Ampere on."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@cache
+def can_compile() -> bool:
+    """Whether what compiles kernels for a GPU is here: triton, and the C compiler it needs."""
+    return importlib.util.find_spec("triton") is not None and any(map(shutil.which, ("cc", "gcc", "clang")))
 
 
 def _attend(*arguments: Any) -> Tensor:

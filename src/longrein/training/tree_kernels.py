@@ -117,19 +117,17 @@ class Flash:
 
 
 class Part(NamedTuple):
-    """One call of a varlen kernel: which queries and keys it takes, in order (None for all), and where each run ends."""
+    """One call of a varlen kernel: which queries and keys it takes, in order, and where each run of them ends."""
 
-    queries: Tensor | None
-    keys: Tensor | None
+    queries: slice
+    keys: slice | Tensor
     query_ends: Tensor
     key_ends: Tensor
     longest_query: int
     longest_key: int
     causal: bool
-    window: int
+    window: int = -1
     """How many tokens before itself a token reads; -1 for all."""
-    repeats: bool
-    """Whether a key is taken more than once."""
 
 
 class Varlen:
@@ -141,96 +139,83 @@ class Varlen:
 
     def __init__(self, tree: PrefixTree, device: torch.device, window: int | None = None, kernel: Any = Flash) -> None:
         self.kernel = kernel
-        self.parts = [part.to(device) for part in _parts(tree, window)]
+        self.parts = _parts(tree, device, window)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         first, *rest = self.parts
-        out, lse = self.kernel.forward(query, _take(key, first.keys), _take(value, first.keys), first, scale)
+        out, lse = self.kernel.forward(*self._inputs(first, query, key, value), first, scale)
         if rest:
             out = out.to(at_least_float32(query.dtype))
         for part in rest:
             found, found_lse = self.kernel.forward(*self._inputs(part, query, key, value), part, scale)
-            at = part.queries
-            joined, joined_lse = out[at], lse[:, at]
-            join(joined.transpose(0, 1), joined_lse, found.transpose(0, 1), found_lse)
-            out[at], lse[:, at] = joined, joined_lse
+            join(out[part.queries].transpose(0, 1), lse[:, part.queries], found.transpose(0, 1), found_lse)
         return out.to(query.dtype), lse
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        exact = at_least_float32(query.dtype) if len(self.parts) > 1 or self.parts[0].repeats else query.dtype
-        totals = [tensor.new_zeros(tensor.shape, dtype=exact) for tensor in (query, key, value)]
+        copied = isinstance(self.parts[0].keys, Tensor)
+        exact = at_least_float32(query.dtype)
+        totals: list[Tensor] = []
         for part in self.parts:
             inputs = self._inputs(part, query, key, value)
-            part_out, part_lse = _take(out, part.queries), lse if part.queries is None else lse[:, part.queries].contiguous()
-            grads = self.kernel.backward(_take(grad, part.queries), *inputs, part_out, part_lse, part, scale)
+            of_part = (grad[part.queries], *inputs, out[part.queries], lse[:, part.queries].contiguous())
+            grads = self.kernel.backward(*of_part, part, scale)
+            if not totals and not copied and len(self.parts) == 1:
+                return grads
+            totals = totals or [tensor.new_zeros(tensor.shape, dtype=exact) for tensor in (query, key, value)]
             for total, found, at in zip(totals, grads, (part.queries, part.keys, part.keys), strict=True):
-                if at is None:
-                    total += found
-                elif part.repeats and at is part.keys:
+                if isinstance(at, Tensor):
                     total.index_add_(0, at, found.to(exact))
                 else:
                     total[at] += found
-        return tuple(total.to(query.dtype) for total in totals)  # pyright: ignore[reportReturnType]
+        return totals[0].to(query.dtype), totals[1].to(query.dtype), totals[2].to(query.dtype)
 
     def _inputs(self, part: Part, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        return [_take(query, part.queries), _take(key, part.keys), _take(value, part.keys)]
+        return [query[part.queries], key[part.keys], value[part.keys]]
 
 
-class _Part(NamedTuple):
-    queries: list[Ints] | None
-    keys: list[Ints]
-    query_lengths: list[int]
-    key_lengths: list[int]
-    causal: bool
-    window: int
-    size: int
-
-    def to(self, device: torch.device) -> Part:
-        keys = np.concatenate(self.keys)
-        repeats = len(np.unique(keys)) < len(keys)
-        plain = len(keys) == self.size and not repeats and bool((np.diff(keys) == 1).all())
-        return Part(
-            None if self.queries is None else torch.as_tensor(np.concatenate(self.queries), device=device),
-            None if plain else torch.as_tensor(keys, device=device),
-            _ends(self.query_lengths, device),
-            _ends(self.key_lengths, device),
-            max(self.query_lengths),
-            max(self.key_lengths),
-            self.causal,
-            self.window,
-            repeats,
-        )
+JOIN_COST = 0.8
+"""Of joining a query's result, forward and backward, over that of copying a key for one more descendant: bytes moved."""
 
 
-JOIN_COST = 1.5
-"""Of joining a query's result, forward and backward, over that of copying a key for one more descendant."""
-
-
-def _parts(tree: PrefixTree, window: int | None) -> list[_Part]:
-    count = len(tree.starts)
+def _parts(tree: PrefixTree, device: torch.device, window: int | None) -> list[Part]:
     lengths = (tree.ends - tree.starts).tolist()
-    descendants = [
-        int(np.searchsorted(tree.starts, end)) - index - 1 for index, end in enumerate(tree.subtree_ends.tolist())
-    ]
     below = (tree.subtree_ends - tree.ends).tolist()
-    apart = [window is None and JOIN_COST * below[s] < lengths[s] * descendants[s] for s in range(count)]
+    descendants = (np.searchsorted(tree.starts, tree.subtree_ends) - np.arange(len(lengths)) - 1).tolist()
+    apart = [
+        window is None and JOIN_COST * under < length * count
+        for length, under, count in zip(lengths, below, descendants, strict=True)
+    ]
     tokens = [np.arange(start, end) for start, end in zip(tree.starts.tolist(), tree.ends.tolist(), strict=True)]
     own: list[Ints] = []
     for segment, path in enumerate(tree.paths):
         keys = np.concatenate([tokens[s] for s in path if s == segment or not apart[s]])
         own.append(keys if window is None else keys[-(window - 1 + lengths[segment]) :])
-    parts = [_Part(None, own, lengths, [len(keys) for keys in own], True, -1 if window is None else window - 1, len(tree))]
-    levels: dict[int, list[int]] = {}
-    for segment in range(count):
-        if apart[segment]:  # segments with as many such ancestors have no descendant in common
-            levels.setdefault(sum(apart[s] for s in tree.paths[segment]), []).append(segment)
-    for segments in levels.values():
-        queries = [np.arange(tree.ends[s], tree.subtree_ends[s]) for s in segments]
-        keys = [tokens[s] for s in segments]
-        parts.append(_Part(queries, keys, [len(q) for q in queries], [len(k) for k in keys], False, -1, len(tree)))
-    return parts
+    copied = sum(map(len, own)) > len(tree)
+    keys = torch.as_tensor(np.concatenate(own), device=device) if copied else slice(0, len(tree))
+    first = Part(
+        slice(0, len(tree)),
+        keys,
+        _ends(lengths, device),
+        _ends([len(keys) for keys in own], device),
+        max(lengths),
+        max(len(keys) for keys in own),
+        True,
+        -1 if window is None else window - 1,
+    )
+    return [first] + [
+        Part(
+            slice(int(tree.ends[segment]), int(tree.subtree_ends[segment])),
+            slice(int(tree.starts[segment]), int(tree.ends[segment])),
+            _ends([below[segment]], device),
+            _ends([lengths[segment]], device),
+            below[segment],
+            lengths[segment],
+            False,
+        )
+        for segment in np.flatnonzero(apart).tolist()
+    ]
 
 
 def join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -245,7 +230,3 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 def _ends(lengths: list[int], device: torch.device) -> Tensor:
     return torch.as_tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=device)
-
-
-def _take(tensor: Tensor, index: Tensor | None) -> Tensor:
-    return tensor if index is None else tensor.index_select(0, index)
