@@ -6,7 +6,6 @@ Every attack here is bounded, so that it costs nothing where the sandbox is brok
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import os
 import shutil
@@ -199,17 +198,29 @@ def test_the_variables_are_the_stated_ones(seen: dict[str, Any]) -> None:
     assert seen["cwd"] == "/box/work"
 
 
-def test_a_verifier_beside_the_program_is_empty_to_it(boxed: Boxed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "lib").mkdir()
-    (tmp_path / "lib/judging.py").write_text(
-        "def verify(task, outcome):\n    return float(outcome.stdout == '[b\"\"]\\n')\n"
+def test_a_verifier_beside_the_program_is_empty_to_it(server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "node_modules/agent"
+    package.mkdir(parents=True)
+    (package / "judging.py").write_text("def verify(task, outcome):\n    return float(outcome.stdout == '0\\n')\n")
+    (package / "agent").write_text('#!/bin/sh\nwc -c < "$(dirname "$0")/judging.py"\n')
+    (package / "agent").chmod(0o755)
+    monkeypatch.syspath_prepend(package)
+    factory = ProcessSessionFactory(
+        [str(package / "agent")], server=server, verify="judging.verify", sandbox="bubblewrap", timeout=30
     )
-    monkeypatch.syspath_prepend(tmp_path / "lib")
-    importlib.import_module("judging")
-    text = "import sys; print([open(sys.argv[1] + '/judging.py', 'rb').read()])"
-    with boxed(text, str(tmp_path / "lib"), verify="judging.verify").create(task=None, rollout_id="beside") as session:
-        assert session.run().env_reward == 0.0  # the text differs in its quotes: the function was imported and ran
-        assert session.wait().stdout == "[b'']\n"
+    with factory.create(task=None, rollout_id="beside") as session:
+        assert session.run().env_reward == 1.0, session.wait()
+
+
+def test_a_command_that_names_a_folder_or_a_device_shows_nothing_more(server: Any, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret-of-ours")
+    command = ["sh", "-c", 'ls "$1"; echo fine > "$2"; ls "$3"', "sh", str(tmp_path), "/dev/null", "/"]
+    factory = ProcessSessionFactory(command, server=server, verify=lambda *_: 1.0, sandbox="bubblewrap", timeout=30)
+    with factory.create(task=None, rollout_id="names") as session:
+        outcome = session.wait()
+        assert outcome.exit_code == 0
+        assert "Permission denied" not in outcome.stderr
+        assert "secret" not in outcome.stdout
 
 
 FORKS = "import os, time\nfor _ in range(300):\n    if os.fork() == 0:\n        time.sleep(8)\n        os._exit(0)\ntime.sleep(8)"

@@ -6,6 +6,7 @@ from longrein.envs.environment import EnvConfig, EnvConfigError, Environment, Ep
 from longrein.envs.harness import HarnessEnv
 from longrein.envs.hunt import TreasureHunt
 from longrein.envs.reasoning_gym import ReasoningGym
+from longrein.envs.repo import RepoEnv, load_repo_tasks
 from longrein.envs.textarena import TextArena
 from longrein.envs.tools import ToolEpisode, tool
 
@@ -17,11 +18,13 @@ __all__ = [
     "Episode",
     "HarnessEnv",
     "ReasoningGym",
+    "RepoEnv",
     "Step",
     "TextArena",
     "ToolEpisode",
     "TreasureHunt",
     "class_path",
+    "load_repo_tasks",
     "load_tasks",
     "task_dataset",
     "tool",

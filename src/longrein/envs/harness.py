@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from longrein.contract import LongreinError
@@ -75,6 +76,9 @@ class HarnessEnv(Environment):
     def episode(self, task_data: dict[str, Any]) -> Episode:
         raise LongreinError("a harness plays its own loop; it has no Episode")
 
+    def prepare(self, task_data: dict[str, Any], workdir: Path) -> None:
+        """Fill the program's working folder before it starts; it is empty unless a subclass does so."""
+
     async def _run(self, rollout: Rollout, recorder: Recorder) -> None:
         config = self.config
         factory = ProcessSessionFactory(
@@ -83,6 +87,7 @@ class HarnessEnv(Environment):
             verify=config.verify,
             env=config.env,
             files=config.files,
+            prepare=self.prepare,
             limits=CallLimits(max_calls=config.max_turns),
             timeout=config.max_seconds,
             recorder=recorder,

@@ -15,7 +15,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -228,6 +228,7 @@ class ProcessSessionFactory:
         verify: Verify | str | Sequence[str],
         env: Mapping[str, str | None] | None = None,
         files: Mapping[str, str] | None = None,
+        prepare: Callable[[Any, Path], None] | None = None,
         passed: Sequence[str] = PASSED,
         limits: CallLimits | None = None,
         timeout: float | None = 600.0,
@@ -239,8 +240,8 @@ class ProcessSessionFactory:
         sandbox: str | Mapping[str, Any] | Sandbox = "auto",
     ) -> None:
         """`env` is added to `ENV` (None takes a name out of it); `files` are by path, `~/...` in the home and others in the
-        working folder. `sandbox` is `auto` (where it works), `bubblewrap`, `none`, or its settings by name. With a
-        `recorder` its rollout must be open before `create`, and calls are answered at once."""
+        working folder, which `prepare` fills for a task before them. `sandbox` is `auto` (where it works), `bubblewrap`, `none`,
+        or its settings by name. With a `recorder` its rollout must be open before `create`, and calls are answered at once."""
         if not sys.platform.startswith("linux"):
             raise HarnessError(
                 f"programs run as processes on Linux only (this is {sys.platform}): their end is made sure there"
@@ -257,12 +258,13 @@ class ProcessSessionFactory:
         self.files = dict(files or {})
         for path in self.files:
             _place(path, Path("/home"), Path("/work"))
+        self.prepare = prepare
         self.limits = limits or CallLimits()
         self.timeout = timeout
         self._passed = {name: os.environ[name] for name in passed if name in os.environ}
         self.sandbox = chosen(sandbox)
-        self._hidden = _verifiers_file(verify, self.command) if self.sandbox is not None else ()
         self._judge = as_judge(verify, env=self._passed, timeout=verify_timeout)
+        self._hidden = _verifiers_file(verify, self.command) if self.sandbox is not None else ()
         self._calls = {"sampling": sampling, "max_length": max_length, "rendering": rendering}
 
     def create(self, *, task: Any, rollout_id: str) -> ProcessSession:
@@ -311,6 +313,8 @@ class ProcessSessionFactory:
             "workdir": str(workdir) if self.sandbox is None else WORK,
             "python": sys.executable,
         }
+        if self.prepare is not None:
+            self.prepare(task, workdir)
         for path, template in self.files.items():
             place = _place(path, home, workdir)
             place.parent.mkdir(parents=True, exist_ok=True)

@@ -106,11 +106,18 @@ class Sandbox:
                 )
 
     def write_down(
-        self, *, folder: Path, program: Sequence[str], env: Mapping[str, str], socket: Path, hidden: Iterable[str] = ()
+        self,
+        *,
+        folder: Path,
+        program: Sequence[str],
+        env: Mapping[str, str],
+        socket: Path | None,
+        hidden: Iterable[str] = (),
     ) -> Path:
         """Describe a sandbox for `program`, the command before its placeholders were filled, to the supervisor; gives the
-        file. The program finds in its home and working folder what `folder` has under `seed`; `hidden` can be read nowhere."""
-        if len(os.fsencode(socket)) > _SOCKET_LENGTH:
+        file. The program finds in its home and working folder what `folder` has under `seed`; `hidden` can be read nowhere.
+        Without a `socket` it reaches nothing at all."""
+        if socket is not None and len(os.fsencode(socket)) > _SOCKET_LENGTH:
             raise SandboxError(
                 f"the path of the proxy's socket is too long for the kernel: {socket}; set TMPDIR to a short path"
             )
@@ -134,7 +141,8 @@ class Sandbox:
             *_each("--ro-bind", _outermost(needed)),
             *_hide(hidden, needed, empty),
             *_each("--ro-bind", _outermost(self.readable)),
-            *("--ro-bind", str(socket), f"{_RUN}/proxy", "--ro-bind", relay.__file__, f"{_RUN}/relay.py"),
+            *(("--ro-bind", str(socket), f"{_RUN}/proxy") if socket is not None else ()),
+            *("--ro-bind", relay.__file__, f"{_RUN}/relay.py"),
             *("--dir", HOME, "--dir", WORK, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORK),
         ]
         spec = {
@@ -246,7 +254,7 @@ def _hide(hidden: Iterable[str], needed: Sequence[str], empty: Path) -> list[str
 def _of_program(program: Sequence[str], search: str | None) -> list[str]:
     """What a command needs to read: where its executable lives, and the files that it names by their path."""
     first = sys.executable if program[0] == "{python}" else shutil.which(program[0], path=search)
-    found = [part for part in program[1:] if os.path.isabs(part) and os.path.exists(part)]
+    found = [part for part in program[1:] if os.path.isabs(part) and os.path.isfile(part)]
     if first is None:
         return found
     if os.path.dirname(first) == os.path.dirname(sys.executable):
