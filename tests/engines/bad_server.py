@@ -76,6 +76,8 @@ class BadServer:
             self.label = body["new_version"]
         if request.path in ("/pause", "/resume"):
             self.paused = request.path == "/pause"
+        if "lora" in request.path:
+            return web.Response(text="Success: adapter changed")  # plain text, as vLLM says it
         return web.json_response({"status": "ok"})
 
     async def _generate(self, request: web.Request) -> web.Response:

@@ -1,6 +1,6 @@
 """The wire to vLLM servers: one event loop in a thread of its own, one session, as many connections as there are calls.
 
-Always true: an answer is the server's JSON; what may pass when asked again is `Away`, what will not is a `LongreinError`. Who
+Always true: an answer is the server's JSON (None where it gives plain text); what may pass when asked again is `Away`, what will not is a `LongreinError`. Who
 stops waiting for an answer closes its connection, and vLLM stops sampling for it.
 """
 
@@ -113,13 +113,13 @@ class Wire:
             )
         try:
             async with self._session.request(method, replica.url + path, data=body) as response:
-                status, content = response.status, await response.read()
+                status, kind, content = response.status, response.content_type, await response.read()
         except aiohttp.ClientError as error:  # one that did not connect in time too
             raise Away(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from error
         except TimeoutError as error:
             raise LongreinError(f"vLLM at {replica.url} took longer than {self.timeout:g} s to answer") from error
         if status < 400:
-            return orjson.loads(content) if content else None
+            return orjson.loads(content) if kind == "application/json" else None
         text = f"{status}: {content.decode(errors='replace')[:500]}"
         if status >= 500:
             raise Broken(text)

@@ -305,6 +305,7 @@ class GRPOEnvTrainer(TrajectoryLoss):
         if self._corrects_sampler:
             assert self.args.sampler_ratio_cap is not None
             old, trained = batch["old_per_token_logps"], batch["agent_token_mask"]
+            assert old is not None
             found = correction(old, recorded, trained, self.args.sampler_ratio_cap)
             batch["advantages"] = batch["advantages"] * found.weights
             for name, value in mismatch_metrics(found, self.accelerator.gather).items():
