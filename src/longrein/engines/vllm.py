@@ -129,13 +129,13 @@ class VLLMEngine:
                     replica.answered()
                     return sampled
                 except Away as error:
-                    replica.failed()
+                    if replica.failed():
+                        logger.warning("vLLM at %s: %s; asking again", replica.url, error)
                     failing_since = failing_since or time.monotonic()
                     if time.monotonic() - failing_since > self.patience:
                         raise LongreinError(
                             f"vLLM at {replica.url} gave no answer for {self.patience:g} s; the last error: {error}"
                         ) from error
-                    logger.warning("vLLM at %s: %s; asking again", replica.url, error)
                 finally:
                     replica.calls -= 1
         except asyncio.CancelledError:

@@ -51,13 +51,15 @@ class Replica:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while its weights change."""
 
-    def failed(self) -> None:
-        """Leave it alone for a while, longer each time. Calls that fail together count as one failure."""
+    def failed(self) -> bool:
+        """Leave it alone for a while, longer each time. Calls that fail together are one failure; whether this is a new one."""
         self.ready = False
         now = time.monotonic()
-        if self.away_until <= now:
-            self.away_until = now + min(LONGEST_WAIT, FIRST_WAIT * 2**self._failures)
-            self._failures += 1
+        if self.away_until > now:
+            return False
+        self.away_until = now + min(LONGEST_WAIT, FIRST_WAIT * 2**self._failures)
+        self._failures += 1
+        return True
 
     def answered(self) -> None:
         self._failures = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -178,7 +179,7 @@ class VLLMServer:
     def _said(self) -> str:
         """The lines of the log that tell what went wrong: the last error, else the end."""
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        errors = [line for line in lines if "Error" in line and "Traceback" not in line]
+        errors = [line for line in lines if re.search(r"[Ee]rror: ", line) and not re.search(r" (WARNING|INFO) ", line)]
         return f"{(errors or lines or ['it said nothing'])[-1][-500:]} (all of it: {self.log})"
 
 
