@@ -242,12 +242,12 @@ def running(names: Sequence[str], seconds: float) -> Iterator[dict[str, Server]]
 
 
 def measure(cells: Sequence[Cell], names: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
-    for seconds in sorted({cell.seconds for cell in cells}):
+    for seconds, memory in sorted({(cell.seconds, cell.memory) for cell in cells}):  # memory is told by a process of its own
         with running(names, seconds) as servers:
             for name, server in servers.items():  # what is imported or compiled at the first request is not measured
                 if name != "direct":
                     asyncio.run(play(server, Cell(sessions=2, turns=3)))
-            for cell in (cell for cell in cells if cell.seconds == seconds):
+            for cell in (cell for cell in cells if (cell.seconds, cell.memory) == (seconds, memory)):
                 yield from (measured_memory if cell.memory else measured)(cell, servers, rounds)
 
 
