@@ -8,10 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+_RANDOM_MODULE = threading.RLock()
 
 
 def derive(*parts: Any) -> int:
@@ -32,3 +38,16 @@ def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArra
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         x = x ^ (x >> np.uint64(31))
     return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+@contextmanager
+def random_module_as(stream: random.Random) -> Iterator[None]:
+    """Let the `random` module itself, which other libraries draw from, go on from a stream of ours; then put it back."""
+    with _RANDOM_MODULE:
+        outside = random.getstate()
+        random.setstate(stream.getstate())
+        try:
+            yield
+        finally:
+            stream.setstate(random.getstate())
+            random.setstate(outside)

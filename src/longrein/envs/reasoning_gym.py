@@ -20,7 +20,7 @@ from typing import Any
 
 from longrein.contract import LongreinError, Message
 from longrein.envs.environment import EnvConfig, EnvConfigError, Environment, Episode, Step
-from longrein.envs.textarena import random_module_as
+from longrein.noise import random_module_as
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,6 @@ import logging
 import platform
 import random
 import re
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,13 +24,12 @@ from typing import Any, cast
 
 from longrein.contract import LongreinError, Message
 from longrein.envs.environment import EnvConfig, EnvConfigError, Environment, Episode, Step
+from longrein.noise import random_module_as
 
 logger = logging.getLogger(__name__)
 
 Opponent = Callable[[str, random.Random], str]
 """Everything its player has read so far, and a random stream of its own, to a move."""
-
-_RANDOM_MODULE = threading.RLock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,19 +185,6 @@ def blueprint(name: str, kwargs: str) -> Blueprint:
             return Blueprint(game, _fewest_players(game))
         except Exception as error:
             raise EnvConfigError(_why_not(name, error)) from error
-
-
-@contextmanager
-def random_module_as(stream: random.Random) -> Iterator[None]:
-    """Let the `random` module itself, which other libraries draw from, go on from a stream of ours; then put it back."""
-    with _RANDOM_MODULE:
-        outside = random.getstate()
-        random.setstate(stream.getstate())
-        try:
-            yield
-        finally:
-            stream.setstate(random.getstate())
-            random.setstate(outside)
 
 
 def unwrapped(game: Any) -> Any:
