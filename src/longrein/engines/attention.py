@@ -86,8 +86,8 @@ class Step:
     """All slots are of one length."""
     grouping: Grouping
     pieces: list[Piece]
-    row_index: torch.Tensor
-    masks: dict[Any, torch.Tensor | None] = field(default_factory=dict)
+    tables: dict[Any, torch.Tensor | None] = field(default_factory=dict)
+    """Masks and places that layers of a kind have in common."""
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How) -> torch.Tensor:
         """`[1, heads, tokens, dim]` queries to `[1, tokens, heads, dim]` of what they read."""
@@ -102,9 +102,10 @@ class Step:
     ) -> torch.Tensor:
         rows, (heads, _, dim) = self.rows, query.shape
         keys, values = slots
-        keys[self.row_index, :, self.at] = key.transpose(0, 1)
-        values[self.row_index, :, self.at] = value.transpose(0, 1)
         kv_heads = key.shape[0]
+        places = self._places(kv_heads, keys.shape[2])
+        for kept, new in ((keys, key), (values, value)):
+            kept.view(-1, kept.shape[-1]).index_copy_(0, places, new.transpose(0, 1).reshape(rows * kv_heads, -1))
         folded = query.transpose(0, 1).reshape(rows, kv_heads, heads // kv_heads, dim)  # heads that share keys, as queries
         own = _part(folded, keys[:rows, :, : self.width], values[:rows, :, : self.width], self._own_mask(how, query), how)
         if not self.grouping.width:
@@ -127,21 +128,31 @@ class Step:
         lse = part.lse.reshape(count, kv_heads, most, fold).transpose(1, 2).reshape(count * most, kv_heads, fold)
         return Part(out.index_select(0, group.seats), lse.index_select(0, group.seats))
 
+    def _places(self, kv_heads: int, capacity: int) -> torch.Tensor:
+        """`[rows * heads]` where the rows' last tokens are written, counted over a whole layer."""
+        name = ("places", kv_heads)
+        if name not in self.tables:
+            heads = torch.arange(self.rows * kv_heads, device=self.at.device).view(self.rows, kv_heads)
+            self.tables[name] = (heads * capacity + self.at[:, None]).view(-1)
+        found = self.tables[name]
+        assert found is not None
+        return found
+
     def _own_mask(self, how: How, like: torch.Tensor) -> torch.Tensor | None:
         """`[rows, 1, 1, width]`, None where every key is seen."""
         name = ("own", how.window)
-        if name not in self.masks:
-            self.masks[name] = None
+        if name not in self.tables:
+            self.tables[name] = None
             if not self.even or how.window is not None:
                 behind = self.at[:, None] - torch.arange(self.width, device=like.device)
-                self.masks[name] = _hidden(behind, how.window, like.dtype)[:, None, None]
-        return self.masks[name]
+                self.tables[name] = _hidden(behind, how.window, like.dtype)[:, None, None]
+        return self.tables[name]
 
     def _stem_mask(self, how: How, like: torch.Tensor, most: int, fold: int) -> torch.Tensor | None:
         """`[stems, 1, 1 or queries, width]`, None where every key is seen."""
         name = ("stem", how.window)
-        if name not in self.masks:
-            self.masks[name] = None
+        if name not in self.tables:
+            self.tables[name] = None
             group = self.grouping
             keys = torch.arange(group.width, device=like.device)
             if how.window is not None:
@@ -149,10 +160,10 @@ class Step:
                 position = position.expand(-1, -1, fold).reshape(group.stems, most * fold, 1)
                 mask = _hidden(position - keys, how.window, like.dtype)
                 mask = mask.masked_fill(keys >= group.lengths[:, None, None], HIDDEN)
-                self.masks[name] = mask[:, None]
+                self.tables[name] = mask[:, None]
             elif not group.even:
-                self.masks[name] = _hidden(group.lengths[:, None] - 1 - keys, None, like.dtype)[:, None, None]
-        return self.masks[name]
+                self.tables[name] = _hidden(group.lengths[:, None] - 1 - keys, None, like.dtype)[:, None, None]
+        return self.tables[name]
 
 
 class How(NamedTuple):

@@ -77,7 +77,7 @@ class SlotForward:
         self._model_kwargs = model_kwargs(model)
         self._configs = configs_of(model)
         self._mask = torch.zeros(1, 1, 1, 1, device=self.device)  # four dimensions: transformers makes none of its own
-        self._grouped: tuple[int, Grouping, torch.Tensor] | None = None
+        self._grouped: tuple[int, Grouping] | None = None
         cuda = self.device.type == "cuda"
         self.graphs = Graphs(self.slots.slots, self.slots.stems, self._logits, self.device) if cuda else None
 
@@ -129,7 +129,6 @@ class SlotForward:
         lasts = [len(one.ids) - 1 for one in drawing]
         ids.extend([one.ids[-1] for one in drawing])
         positions.extend([len(one.stem.ids) + last for one, last in zip(drawing, lasts, strict=True)])
-        grouping, row_index = self._grouping(drawing)
         step = Step(
             slots=slots,
             stems=stems,
@@ -137,9 +136,8 @@ class SlotForward:
             at=torch.tensor(lasts, device=self.device),
             width=max(lasts, default=0) + 1,
             even=min(lasts, default=0) == max(lasts, default=0),
-            grouping=grouping,
+            grouping=self._grouping(drawing),
             pieces=pieces,
-            row_index=row_index,
         )
         logits = self.graphs.run(step, ids, positions, lasts) if self.graphs else None
         if logits is None:
@@ -178,16 +176,13 @@ class SlotForward:
             self.slots.activate(conversation)
         return planned
 
-    def _grouping(self, drawing: Sequence[Conversation]) -> tuple[Grouping, torch.Tensor]:
+    def _grouping(self, drawing: Sequence[Conversation]) -> Grouping:
         """The tables of who shares which stem, made anew only when rows have come, gone or moved."""
         if self._grouped is None or self._grouped[0] != self.slots.changes:
             stems = self.slots.stems.owners[: self.slots.stems.active]
-            self._grouped = (
-                self.slots.changes,
-                grouping([one.stem.place for one in drawing], [len(stem.ids) if stem else 0 for stem in stems], self.device),
-                torch.arange(len(drawing), device=self.device),
-            )
-        return self._grouped[1:]
+            lengths = [len(stem.ids) if stem else 0 for stem in stems]
+            self._grouped = self.slots.changes, grouping([one.stem.place for one in drawing], lengths, self.device)
+        return self._grouped[1]
 
     def _logits(self, step: Step, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """One packed pass: `[rows, vocabulary]`."""

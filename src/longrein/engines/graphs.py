@@ -120,7 +120,6 @@ class Graphs:
                 even=False,
                 grouping=group,
                 pieces=[],
-                row_index=torch.arange(shape.rows, device=self.device),
             )
 
         return self._record(static, step)
