@@ -75,7 +75,9 @@ class Agent:
         """How many tokens the policy can read and write in one conversation."""
         if self.policy_model is None:
             return None
-        return getattr(self.policy_model.config.get_text_config(), "max_position_embeddings", None)
+        reads = getattr(self.policy_model.config.get_text_config(), "max_position_embeddings", None)
+        lengths = [length for length in (reads, getattr(self.engine, "context_length", None)) if length is not None]
+        return min(lengths, default=None)
 
     def recorder(self) -> Recorder:
         """A fresh recorder over this agent's engine."""

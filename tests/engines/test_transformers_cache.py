@@ -27,7 +27,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from longrein.contract import Sampled, SampleRequest, Sampling
+from longrein.contract import LongreinError, Sampled, SampleRequest, Sampling
 from longrein.engines.forwarding import PlainForward, SlotForward
 from longrein.engines.graphs import Graphs, _Graph
 from longrein.engines.transformers import TransformersEngine
@@ -182,6 +182,24 @@ def test_more_than_the_cache_holds_is_sampled_in_turns(random_model: Model) -> N
             assert_exact(model, asked, reply)
         (longest,) = sample(engine, request([1] * 100, max_tokens=None))
         assert (len(longest.ids), longest.finish_reason) == (100, "length")  # the cache is the context
+
+
+def test_what_can_never_fit_is_refused_and_does_not_block_the_rest(random_model: Model) -> None:
+    model = random_model(VOCABULARY)
+    with closing(TransformersEngine(model, cache_tokens=100)) as engine:
+        sample(engine, request([1]))
+        engine.cache_tokens = None  # a model that states no length could be asked for anything
+        engine._made_for = (*engine._made_for[:4], None, *engine._made_for[5:])
+
+        async def both() -> list[Any]:
+            requests = request([1] * 400), request([2] * 20, max_tokens=300), request([3] * 20)
+            return await asyncio.gather(*(engine.sample(one) for one in requests), return_exceptions=True)
+
+        too_long, grows_too_long, fits = asyncio.run(both())
+        for refused in (too_long, grows_too_long):
+            assert isinstance(refused, LongreinError)
+            assert "does not fit into the cache" in str(refused)
+        assert isinstance(fits, Sampled)
 
 
 def step_of_an_optimizer(model: Any) -> None:

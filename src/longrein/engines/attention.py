@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from longrein.contract import LongreinError
+
 IMPLEMENTATION = "longrein_slots"
 
 HIDDEN = -1e30
@@ -218,7 +220,10 @@ def _attend(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    assert current.step is not None, "this attention is used by the engine's own passes only"
+    if current.step is None:
+        raise LongreinError(
+            "the model was forwarded by one thread while its engine sampled in another: pause the engine, or give it a copy"
+        )
     if kwargs.get("s_aux") is not None:
         raise NotImplementedError("attention sinks")
     how = How(query.shape[-1] ** -0.5 if scaling is None else float(scaling), sliding_window, softcap)

@@ -40,6 +40,7 @@ from longrein.engines.slots import Wait
 class TransformersEngine:
     """Samples from `model`, which may be the trainer's own module: weights are shared, nothing is copied.
 
+    The module is the engine's while replies run: who shares it forwards it before or after, or between `pause` and `resume`.
     `max_batch` replies run at once; the others wait. `cache_tokens` bounds the keys and values that are kept, in tokens: None
     takes a quarter of the free memory of a GPU, an eighth of the machine's on a CPU.
 
@@ -267,10 +268,17 @@ class TransformersEngine:
             if wait is None:
                 self._running.append(reply)
                 reply.begun = True
+            elif wait is Wait.FOR_ROOM and not self._running:
+                reply.refuse(self._no_room(reply))
             else:
                 self._waiting.append(reply)
                 full = wait is Wait.FOR_ROOM
         return bool(self._running)
+
+    def _no_room(self, reply: _Reply) -> LongreinError:
+        return LongreinError(
+            f"a conversation of {len(reply.tokens)} tokens does not fit into the cache; make the engine with a larger cache_tokens"
+        )
 
     def _unwanted(self, reply: _Reply) -> bool:
         if reply.cancellations != self._cancellations:
@@ -283,10 +291,12 @@ class TransformersEngine:
         while not self._forward.make_room(self._running):
             youngest = self._running.pop()  # it is forwarded again when there is room
             self._forward.leave(youngest)
+            if not self._running:
+                return youngest.refuse(self._no_room(youngest))
             self._waiting.appendleft(youngest)
         replies, logits = self._forward.step(self._running)
         if not replies:
-            return
+            return None
         drawn = self._drawer(replies, logits.device).draw(logits, np.array([len(reply.ids) for reply in replies]))
         for reply, *token in zip(replies, *drawn, strict=True):
             reply.append(*token, self._weights[0])
@@ -294,6 +304,7 @@ class TransformersEngine:
                 self._done.append(reply)
                 self._running.remove(reply)
                 self._forward.leave(reply)
+        return None
 
     def _drawer(self, replies: list[_Reply], device: torch.device) -> Drawer:
         if self._drawing is None or self._drawing[0] != replies:
