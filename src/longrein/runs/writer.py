@@ -297,12 +297,14 @@ def _only_writer(folder: Path) -> IO[str] | None:
     if fcntl is None:
         return None
     file = (folder / "writer.lock").open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise LongreinError(f"{folder} is being written by another process; give this run a folder of its own") from None
-    return file
+    for _ in range(10):  # a page that looks whether a run is live holds it for an instant
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except OSError:
+            time.sleep(0.02)
+    file.close()
+    raise LongreinError(f"{folder} is being written by another process; give this run a folder of its own")
 
 
 def _note_session(folder: Path, session: dict[str, Any]) -> None:

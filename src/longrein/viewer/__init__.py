@@ -1,0 +1,1 @@
+"""The page over a run: `longrein view`."""
