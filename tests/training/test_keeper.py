@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -102,6 +103,23 @@ def test_a_truncated_rollout_that_is_masked_has_its_reason(tmp_path: Path) -> No
     assert any(record.truncated for record in records)
     for record in records:
         assert {call.excluded for call in record.calls.values()} == {"truncated" if record.truncated else None}
+
+
+def test_a_stale_rollout_that_is_left_out_has_its_reason(tmp_path: Path) -> None:
+    behind = parts.agent()
+    trainer, keeper = kept(tmp_path, [row(Talk, word="a"), row(Ask, n=1)], of=behind, max_staleness=0)
+    sample = behind.engine.sample
+
+    async def old(request: Any) -> Any:
+        return dataclasses.replace(await sample(request), policy_version=-1)
+
+    behind.engine.sample = old  # type: ignore[method-assign]
+    trainer.train()
+    keeper.close()
+    run = Run(tmp_path)
+    records = list(run.rollouts())
+    assert {call.excluded for record in records for call in record.calls.values()} == {"stale"}
+    assert all(run.advantages(number) == {} for number in range(1, 5))
 
 
 def test_rounds_that_were_sampled_again_are_kept_too(tmp_path: Path) -> None:

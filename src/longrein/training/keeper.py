@@ -95,20 +95,35 @@ class RunKeeper(TrainerCallback):
 def _by_call(record: Rollout, rows: Mapping[str, NDArray[Any]]) -> tuple[dict[str, NDArray[Any]], dict[str, str | None]]:
     """Advantages and reasons of a record's calls, from its rows as the trainer has them."""
     advantages: dict[str, NDArray[Any]] = {}
-    excluded: dict[str, str | None] = {}
-    for row, ids, value, mask in zip(record.rows(), *(rows[key] for key in USED), strict=False):
-        if not np.array_equal(ids[: len(row.token_ids)], row.token_ids):
-            continue  # an environment of its own making, whose rows are not its records'
-        end = 0
-        for call in (record.calls[call_id] for call_id in row.calls):
-            start, end = end + len(call.context_ids), end + len(call.context_ids) + len(call.completion_ids)
-            if not row.agent_mask[start:end].any():
-                continue  # trained in another row, or has its reason
-            if mask[start:end].any():
+    for ids, value, mask in zip(*(rows[key] for key in USED), strict=True):
+        for call, start, end in _along(record, ids, advantages):
+            if call.id not in advantages and mask[start:end].any():
                 advantages[call.id] = value[start:end]
-            else:
-                excluded[call.id] = "truncated" if record.truncated else call.excluded
+    excluded: dict[str, str | None] = {}
+    for call in record.calls.values():
+        if call.excluded is not None:
+            excluded[call.id] = call.excluded
+        elif call.id not in advantages and record.truncated and record.reason(call) is None:
+            excluded[call.id] = "truncated"  # `mask_truncated_completions`
     return advantages, excluded
+
+
+def _along(record: Rollout, ids: NDArray[Any], credited: Mapping[str, Any]) -> Iterator[tuple[Call, int, int]]:
+    """The calls whose tokens a row holds, root first, each with where its sampled tokens start and end in it."""
+    at, end = None, 0
+    while at is None or record.children(at):
+        fitting = []
+        for call in (record.calls[call_id] for call_id in record.children(at)):
+            start = end + len(call.context_ids)
+            last = start + len(call.completion_ids)
+            if np.array_equal(ids[end:start], call.context_ids) and np.array_equal(ids[start:last], call.completion_ids):
+                fitting.append((call, start, last))
+        if not fitting:
+            return  # the row ends here, or its environment made it of something else
+        # Of two that are the same to the token, each is trained in a row of its own.
+        call, start, end = next((one for one in fitting if one[0].id not in credited), fitting[0])
+        yield call, start, end
+        at = call.id
 
 
 def _from_rows(one: Played, name: str) -> Rollout:

@@ -630,7 +630,7 @@ function tokenView(data, mode, inspect, calls, { parting = null, label = "Tokens
   const tell = (position) => {
     const t = token(position), facts = [["token", count(position)], ["id", t.id], ["text", JSON.stringify(t.piece)], ["", t.sampled ? "sampled" : "read"], ["call", t.call + 1]];
     if (t.sampled) facts.push(["log-probability", fixed(t.logprob, 4)], ["probability", t.logprob == null ? "–" : `${(Math.exp(t.logprob) * 100).toFixed(1)}%`], ["advantage", fixed(t.advantage, 4)], ["", t.reason ? `not trained: ${t.reason}` : "trained"], ["policy", t.version]);
-    inspect.replaceChildren(...facts.flatMap(([key, value]) => [key ? `${key} ` : "", make("b", {}, value), "   "]));
+    inspect.replaceChildren(...facts.map(([key, value]) => make("span", {}, key ? `${key} ` : "", make("b", {}, value), " ")));
   };
   const move = (position) => {
     current = Math.min(total - 1, Math.max(0, position));
