@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from longrein.contract import LongreinError, Sampled, SampleRequest, Sampling
 from longrein.engines import vllm_http
 from longrein.engines.vllm import SHARED_MEMORY, VLLMEngine
+from longrein.training.sync import EngineWeightTransfer
 
 
 @pytest.fixture(autouse=True)
@@ -338,6 +339,36 @@ def test_weights_sent_by_another_cannot_be_sent_again(engine: VLLMEngine, server
     server.start()
     with pytest.raises(LongreinError, match="was started again, and the weights it had were sent to it by another"):
         sample(engine, request())
+
+
+def test_trls_own_transfer_runs_while_paused_and_gets_a_version(engine: VLLMEngine, server: BadServer) -> None:
+    class Client:
+        """In the place of TRL's NCCL client, which needs GPUs."""
+
+        def __init__(self) -> None:
+            self.steps: list[Any] = []
+
+        def init_weight_transfer(self) -> None:
+            self.steps.append("init")
+
+        def send_weights(self, iterator: Any) -> None:
+            self.steps.append((server.paused, [name for name, _ in iterator]))
+
+        def destroy(self) -> None:
+            self.steps.append("destroy")
+
+    client = Client()
+    transfer = EngineWeightTransfer(engine, by=client)  # type: ignore[arg-type]
+    sample(engine, request())
+    transfer.init_weight_transfer()
+    transfer.pause()
+    transfer.send_weights(iter([("w", torch.zeros(1))]))
+    transfer.resume()
+    assert sample(engine, request())[0].policy_version == 1
+    transfer.destroy()
+    assert client.steps == ["init", (True, ["w"]), "destroy"]
+    assert not server.paused
+    assert "/collective_rpc" not in [path for path, _ in server.told]
 
 
 # ---- what is refused rather than recorded wrong
