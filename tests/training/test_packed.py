@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from longrein.contract import LongreinError
 from longrein.training.packed import decoder_of, packed_hidden, way_for
 from longrein.training.tree import PrefixTree
+from longrein.training.tree_kernels import Cascade
 
 SHAPE = {
     "vocab_size": 40,
@@ -47,7 +48,7 @@ def forked_rows(draw) -> list[np.ndarray]:
 def made(name: str, **changes) -> tf.PreTrainedModel:
     torch.manual_seed(0)
     config = {
-        "qwen3": lambda: tf.Qwen3Config(**HEADS, **changes),
+        "qwen3": lambda: tf.Qwen3Config(**HEADS | changes),
         "llama": lambda: tf.LlamaConfig(**SHAPE, **changes),
         "mistral": lambda: tf.MistralConfig(**HEADS, sliding_window=4, **changes),
         "gemma2": lambda: tf.Gemma2Config(**HEADS, **ALTERNATING, attn_logit_softcapping=0.5, attn_implementation="eager", **changes),
@@ -125,7 +126,7 @@ def padded(model, rows) -> list[torch.Tensor]:
 def packed(model, rows, share=True, backend="auto") -> list[torch.Tensor]:
     tree = PrefixTree.of(rows, share=share)
     hidden = packed_hidden(model, tree, backend=backend)
-    return [hidden[torch.as_tensor(places)] for places in tree.places]
+    return [hidden[torch.as_tensor(places, device=hidden.device)] for places in tree.places]
 
 
 def gradients(model, hidden) -> dict[str, torch.Tensor]:
@@ -193,6 +194,31 @@ def test_under_bf16_autocast_it_is_as_near_as_bf16_is(rows):
         before, after = gradients(model, expected), gradients(model, found)
     whole = torch.cat([grad.flatten() for grad in before.values()])
     assert ((torch.cat([grad.flatten() for grad in after.values()]) - whole).norm() / whole.norm()).item() < 0.05
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_layer_that_is_run_again_does_not_attend_again(reentrant, monkeypatch):
+    model = made("qwen3")
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    calls, attend = [], Cascade.forward
+    monkeypatch.setattr(Cascade, "forward", lambda *args: calls.append(1) or attend(*args))
+    gradients(model, packed(model, [np.arange(9), np.arange(5)]))
+    assert len(calls) == 2  # layers
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_layers_on_a_gpu_are_as_near_to_float32_as_plain_ones(checkpointing):
+    rows = [np.concatenate([np.arange(20), n + np.arange(10)]) % 40 for n in range(4)]
+    model = made("qwen3", head_dim=16).cuda()
+    exact = gradients(model, padded(model, rows))
+    model.bfloat16()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    found = [gradients(model, hidden()) for hidden in (lambda: padded(model, rows), lambda: packed(model, rows))]
+    errors = [sum((grads[name].float() - grad).norm() ** 2 for name, grad in exact.items()) for grads in found]
+    assert errors[1] < 1.3 * errors[0]
 
 
 def test_long_rows_with_long_windows():

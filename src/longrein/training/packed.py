@@ -83,8 +83,8 @@ _ways: weakref.WeakKeyDictionary[nn.Module, dict[Any, Way]] = weakref.WeakKeyDic
 
 def way_for(model: nn.Module) -> Way:
     """The best way that is exact for this model as it stands, said once in the log where it is not the tree."""
-    config = getattr(model, "config", None)
-    key = (model.training, getattr(config, "output_router_logits", False))
+    config = getattr(model, "config", None)  # what may change while a model is trained is looked at each time
+    key = (model.training, getattr(config, "output_router_logits", False), _random(model))
     known = _ways.setdefault(model, {})
     if key not in known:
         known[key] = _decide(model)
@@ -100,6 +100,8 @@ def _decide(model: nn.Module) -> Way:
             return Way("tree", "")
         worse = _difference(model, share=False)
         return Way("padded", worse) if worse else Way("packed", reason)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # whatever a packed pass of an unknown model runs into, the padded one stands
         return Way("padded", str(error) or type(error).__name__)
 
@@ -126,11 +128,10 @@ def _refuse(model: nn.Module) -> None:
 
 def _random(model: nn.Module) -> str:
     """What would give a shared token one random draw where each of its rows has its own."""
-    decoder = decoder_of(model)
-    for name, module in decoder.named_modules():
+    for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
             return f"{name} drops out {module.p} of its inputs, differently in each row"
-    if model.training and any(getattr(config, "router_jitter_noise", 0) for config in _configs(decoder)):
+    if model.training and any(getattr(config, "router_jitter_noise", 0) for config in _configs(model)):
         return "router_jitter_noise is not 0, and differs in each row"
     return ""
 
