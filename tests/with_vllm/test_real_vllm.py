@@ -225,10 +225,10 @@ def test_training_raises_the_reward(server: VLLMServer, tmp_path: Path) -> None:
         model=str(TINY),
         env_config={"max_hops": 2},
         vllm=(server.url,),
-        steps=12,
-        tasks_per_step=4,
+        steps=10,
+        tasks_per_step=8,
         learning_rate=5e-4,
-        heldout=24,
+        heldout=16,
     )
     steps: list[dict[str, Any]] = []
     summary = train(settings, tmp_path, progress=lambda event: steps.append(event) if event.get("stage") == "step" else None)
