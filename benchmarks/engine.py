@@ -5,7 +5,7 @@
 All three play the same rollouts: 8 tasks x 8 rollouts x 6 turns, the prompts of all tasks alike at the start, the replies of
 lengths that are drawn beforehand, and after each reply some tokens from the environment. Weights are random: only shapes cost time.
 `ratio_*` is tokens sampled a second over the other's; `cost_growth` is what a sampled token costs in the last turn over the first,
-where `context_growth` is how much longer the conversation has become.
+where `context_growth` is how much longer the conversation has become. `cpu_ratio_*` are the ratios of the process's own seconds.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
+import functools
 import json
 import time
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -225,7 +227,15 @@ def measure(shape: str, device: str, dtype: torch.dtype, sizes: tuple[int, int, 
             contender.work = warm
             contender()
             contender.work = work
-        seconds = alternate({"generate": generate, "continuous": continuous, "ours": ours}, rounds)
+        contenders = {"generate": generate, "continuous": continuous, "ours": ours}
+        busy: dict[str, list[float]] = {name: [] for name in contenders}
+
+        def counted(name: str) -> None:
+            started = time.process_time()
+            contenders[name]()
+            busy[name].append(time.process_time() - started)
+
+        seconds = alternate({name: functools.partial(counted, name) for name in contenders}, rounds)
         by_turn = ours.seconds_by_turn()
     finally:
         continuous.close()
@@ -235,6 +245,11 @@ def measure(shape: str, device: str, dtype: torch.dtype, sizes: tuple[int, int, 
         "workload": f"{shape}, {sizes[0]} tasks x {sizes[1]} rollouts x {sizes[2]} turns",
         "ratio_generate": round(rate["ours"] / rate["generate"], 2),
         "ratio_continuous_batching": round(rate["ours"] / rate["continuous"], 2),
+        # The same by the process's own seconds, which others on the machine do not lengthen.
+        "cpu_ratio_generate": round(median(busy["generate"]) / median(busy["ours"]), 2) if device == "cpu" else None,
+        "cpu_ratio_continuous_batching": round(median(busy["continuous"]) / median(busy["ours"]), 2)
+        if device == "cpu"
+        else None,
         "tokens_per_second": round(rate["ours"], 1),
         "generate_tokens_per_second": round(rate["generate"], 1),
         "continuous_batching_tokens_per_second": round(rate["continuous"], 1),

@@ -214,7 +214,7 @@ def copied_into(model: Any) -> None:
 
 
 def replaced(model: Any) -> None:
-    weight = model.model.layers[0].self_attn.k_proj.weight
+    weight = model.model.layers[0].self_attn.v_proj.weight
     weight.data = weight.data * 1.5
 
 
@@ -233,7 +233,7 @@ def test_a_new_policy_version_drops_what_is_kept(engine: TransformersEngine) -> 
     """For weights that are written past their version counter."""
     prompt = list(range(1, 40))
     sample(engine, request(prompt))
-    engine.model.model.layers[0].self_attn.k_proj.weight.data.mul_(1.5)
+    engine.model.model.layers[0].self_attn.v_proj.weight.data.mul_(1.5)
     engine.policy_version += 1
     asked = request(prompt, seed=1)
     (after,) = sample(engine, asked)
@@ -294,6 +294,16 @@ def test_steps_of_fixed_shapes_are_exact_and_leave_idle_conversations_alone(wind
                 assert_exact(model, asked, reply)
         assert len(forward.graphs.captured) > 1
         assert not forward.graphs._failed
+        idle = [request([9] * 30, seed, max_tokens=3) for seed in range(5)]
+        kept = sample(engine, *idle)
+        sample(engine, request([8] * 30, max_tokens=9), request([7] * 30, max_tokens=9), request([6] * 30, max_tokens=9))
+        later = [
+            request([*one.prompt_ids, *reply.ids, 1, 2], 1) for one, reply in zip(idle, kept, strict=True)
+        ]  # idle slots stood where three rows were padded to four
+        before = engine.forwarded_tokens
+        for asked, reply in zip(later, sample(engine, *later), strict=True):
+            assert_exact(model, asked, reply)
+        assert engine.forwarded_tokens - before == 5 * (3 + 5)
 
 
 SMALL: dict[str, Any] = {
