@@ -1,4 +1,4 @@
-"""The command line: `longrein train`, `longrein serve-vllm`. Heavy imports wait until a command needs them."""
+"""The command line: `longrein train`, `longrein serve-vllm`, `longrein harness`. Heavy imports wait until a command needs them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from longrein.contract import LongreinError
+from longrein.harnesses import commands as harness_commands
 
 if TYPE_CHECKING:
     from longrein.training.job import Settings
@@ -23,6 +24,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(harness_commands.app, name="harness")
 
 TRAINING = ("torch", "transformers", "trl", "datasets", "accelerate", "peft")
 TINY = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "longrein" / "tiny"

@@ -17,6 +17,8 @@ import orjson
 
 from longrein.contract import Message, Tool
 
+Defaults = dict[str, dict[str, str]]
+"""By tool and argument: the value, as canonical JSON, that its schema says an absent one has."""
 ALTERNATIVES = 32
 """How many different messages after one conversation are remembered."""
 
@@ -29,6 +31,8 @@ class _Seen:
     message: Message | None = None
     tools: tuple[Tool, ...] = ()
     """Of the conversation, where it has no message yet."""
+    defaults: Defaults = field(default_factory=dict)
+    """What those tools take an argument to be that is not given."""
     longer: list[_Seen] = field(default_factory=list)
 
 
@@ -51,7 +55,7 @@ class Digests:
         last, self._last = self._last, None
         if last is not None and last[0] is messages and last[1] is tools:
             return last[2]
-        seen = self._root(tools)
+        seen = root = self._root(tools)
         digests = [seen.digest]
         for message in messages:
             for longer in seen.longer:
@@ -59,11 +63,15 @@ class Digests:
                     seen = longer
                     break
             else:
-                seen = self._see(seen, message)
+                seen = self._see(seen, message, root.defaults)
             digests.append(seen.digest)
         if again:
             self._last = messages, tools, digests
         return digests
+
+    def extended(self, digest: bytes, message: Message, tools: Sequence[Tool]) -> bytes:
+        """The digest of a conversation with one more message, which is not remembered."""
+        return extend(digest, message, self._root(tools).defaults)
 
     def alias(self, other: bytes, digest: bytes) -> None:
         """From now on the conversation of `other`, and all that continue it, count as those of `digest`."""
@@ -83,11 +91,12 @@ class Digests:
         except TypeError:  # not text, or not JSON: compared in the slow way
             key = _json(list(tools))
         if key not in self._roots:
-            self._roots[key] = _Seen(digest_of(_json(list(tools))), tools=tuple(copied(list(tools))))
+            own = tuple(copied(list(tools)))
+            self._roots[key] = _Seen(digest_of(_json(list(tools))), tools=own, defaults=_defaults(own))
         return self._roots[key]
 
-    def _see(self, shorter: _Seen, message: Message) -> _Seen:
-        digest = extend(shorter.digest, message)
+    def _see(self, shorter: _Seen, message: Message, defaults: Defaults) -> _Seen:
+        digest = extend(shorter.digest, message, defaults)
         self._made.add(digest)
         seen = _Seen(self._aliases.get(digest, digest), copied(message))
         if _says_what_it_is(message):
@@ -95,14 +104,15 @@ class Digests:
         return seen
 
 
-def extend(digest: bytes, message: Message) -> bytes:
+def extend(digest: bytes, message: Message, defaults: Defaults | None = None) -> bytes:
     """The digest of a conversation with one more message."""
-    return digest_of(digest, canonical(message).encode("utf-8", "surrogatepass"))
+    return digest_of(digest, canonical(message, defaults).encode("utf-8", "surrogatepass"))
 
 
-def canonical(message: Message) -> str:
+def canonical(message: Message, defaults: Defaults | None = None) -> str:
     """A message as it is compared: what programs change without meaning to (spacing and key order in tool arguments,
-    text or parts, empty or absent content, ids, reasoning, cache marks) makes no difference."""
+    arguments that are as their `defaults`, text or parts, empty or absent content, ids, reasoning, cache marks) makes no
+    difference."""
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(_canonical_part(part) for part in content)
@@ -110,7 +120,10 @@ def canonical(message: Message) -> str:
     if message.get("role") == "assistant" and isinstance(content, str):
         content = content.strip()
     functions = [call.get("function") or call for call in message.get("tool_calls") or ()]
-    calls = [[function.get("name"), _canonical_arguments(function.get("arguments"))] for function in functions]
+    calls = [
+        [name := function.get("name"), _canonical_arguments(function.get("arguments"), (defaults or {}).get(str(name)))]
+        for function in functions
+    ]
     return json.dumps([message.get("role"), content, calls], sort_keys=True, ensure_ascii=False, default=str)
 
 
@@ -140,13 +153,32 @@ def _canonical_part(part: Any) -> str:
     return json.dumps({k: v for k, v in part.items() if k != "cache_control"}, sort_keys=True, default=str)
 
 
-def _canonical_arguments(arguments: Any) -> str:
+def _canonical_arguments(arguments: Any, defaults: dict[str, str] | None) -> str:
     text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, default=str)
     try:
         read = json.loads(text or "{}", parse_int=_number, parse_float=_number)
+        if defaults and isinstance(read, dict):
+            read = {name: value for name, value in read.items() if _canonical_json(value) != defaults.get(name)}
         return json.dumps(read, sort_keys=True, ensure_ascii=False)
     except (ValueError, RecursionError):
         return text
+
+
+def _canonical_json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+
+
+def _defaults(tools: Sequence[Tool]) -> Defaults:
+    found: Defaults = {}
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        schema = function.get("parameters") if isinstance(function, dict) else None
+        properties = schema.get("properties") if isinstance(schema, dict) else None
+        for name, property in properties.items() if isinstance(properties, dict) else ():
+            if isinstance(property, dict) and "default" in property:
+                read = json.loads(json.dumps(property["default"], default=str), parse_int=_number, parse_float=_number)
+                found.setdefault(str(function["name"]), {})[name] = _canonical_json(read)
+    return found
 
 
 def _number(digits: str) -> float:

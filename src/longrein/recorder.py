@@ -347,7 +347,7 @@ class Recorder:
 
     def _record(self, state: _Open, place: _Place, call: Call, path_key: bytes) -> None:
         state.rollout.add(call)
-        end = extend(place.request_digest, call.reply)
+        end = state.digests.extended(place.request_digest, call.reply, call.tools)
         state.ends.setdefault(end, []).append(call.id)
         as_text = extend(place.request_digest, {"role": "assistant", "content": self._text(call)})
         if as_text != end:

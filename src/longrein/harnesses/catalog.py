@@ -1,0 +1,26 @@
+"""The agent programs that longrein knows: a name, and the file that describes it. Adding one is a file and a line here."""
+
+from __future__ import annotations
+
+import importlib
+
+from longrein.harnesses.harness import Harness
+from longrein.harnesses.outcome import HarnessError
+
+FILES = {
+    "pi": "pi",
+    "codex": "codex",
+    "claude-code": "claude_code",
+    "gemini-cli": "gemini_cli",
+}
+
+
+def harness(name: str) -> Harness:
+    """The program of that name."""
+    if name not in FILES:
+        raise HarnessError(f"there is no program {name!r} that longrein knows; it knows {', '.join(FILES)}")
+    return importlib.import_module(f"longrein.harnesses.{FILES[name]}").HARNESS
+
+
+def harnesses() -> list[Harness]:
+    return [harness(name) for name in FILES]

@@ -1,0 +1,31 @@
+"""Gemini CLI, Google's coding agent. https://www.npmjs.com/package/@google/gemini-cli"""
+
+from __future__ import annotations
+
+import json
+
+from longrein.harnesses.harness import Harness
+from longrein.harnesses.package import Npm
+
+_SETTINGS = {
+    "security": {"auth": {"selectedType": "gemini-api-key"}},
+    "privacy": {"usageStatisticsEnabled": False},
+    "telemetry": {"enabled": False},
+    "general": {"enableAutoUpdate": False, "enableAutoUpdateNotification": False, "disableAutoUpdate": True},
+    "model": {"skipNextSpeakerCheck": True},
+}
+
+HARNESS = Harness(
+    name="gemini-cli",
+    dialect="gemini",
+    package=Npm("@google/gemini-cli", "0.61.0"),
+    executable="gemini",
+    arguments=("--yolo", "--model", "{model}", "--output-format", "json", "--prompt", "{instruction}"),
+    env={
+        "GOOGLE_GEMINI_BASE_URL": "{url}",
+        "GEMINI_API_KEY": "{key}",
+        "GEMINI_CLI_TRUST_WORKSPACE": "true",
+    },
+    files={"~/.gemini/settings.json": json.dumps(_SETTINGS)},
+    side_calls="compaction, and a look for loops after many turns, both without tools",
+)

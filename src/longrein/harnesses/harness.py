@@ -1,0 +1,71 @@
+"""An agent program that longrein knows by name: where it is found, how it is told of the proxy, how it does a task by itself.
+
+Always true: a `Harness` is plain settings, the same a user could write by hand; with them the program talks to no address but
+the proxy's, and asks nobody anything.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from longrein.harnesses.outcome import HarnessError
+from longrein.harnesses.package import Package, cache, install
+
+
+@dataclass(frozen=True, kw_only=True)
+class Harness:
+    """The settings of one program. `{name}` in them is filled as in `ProcessSessionFactory`, `{instruction}` from the task.
+
+    >>> from longrein.harnesses.catalog import harness
+    >>> harness("codex").dialect
+    'responses'
+    """
+
+    name: str
+    dialect: str
+    """`chat`, `responses`, `messages` or `gemini`."""
+    package: Package
+    executable: str
+    """The name of its command, or its path in the package."""
+    arguments: tuple[str, ...]
+    """How it does one task and ends."""
+    env: Mapping[str, str | None] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Its settings, by path."""
+    side_calls: str = "none"
+    """The model calls it makes besides its own loop, in words."""
+
+    @property
+    def folder(self) -> Path:
+        """Where `longrein harness install` puts it."""
+        return cache() / self.name
+
+    def installed(self) -> str | None:
+        """The version in the cache."""
+        return self.package.installed(self.folder)
+
+    def install(self) -> str:
+        return install(self.package, self.folder)
+
+    def find(self, path: str | None = None) -> str:
+        """The program: the path that is given, the one in the cache, or the one on PATH."""
+        if path is not None:
+            if not os.access(path, os.X_OK):
+                raise HarnessError(f"{path!r} is not a program that can be run")
+            return str(Path(path).absolute())
+        own = self.package.executable(self.folder, self.executable)
+        if self.installed() is not None and own.exists():
+            return str(own)
+        found = shutil.which(Path(self.executable).name) if self.executable != "python" else None
+        if found is None:
+            raise HarnessError(f"{self.name} is not installed; `longrein harness install {self.name}` does it")
+        return found
+
+    def settings(self, path: str | None = None) -> dict[str, Any]:
+        """What `ProcessSessionFactory` and `HarnessEnv` take: `command`, `env` and `files`."""
+        return {"command": [self.find(path), *self.arguments], "env": dict(self.env), "files": dict(self.files)}
