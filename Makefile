@@ -18,10 +18,11 @@ MODEL ?= tiny
 TRAIN_FLAGS_tiny = --model .cache/tiny --program-share 0.125
 TRAIN_FLAGS_smollm2 = --model .cache/smollm2 --smoke
 
-.PHONY: help train sandbox browser test test-vllm check format bench-peers clean
+.PHONY: help train sandbox browser harnesses test test-harnesses test-vllm check format bench-peers clean
 help:
 	@echo "make train [SEED=0] [MODEL=tiny|smollm2]   train and show before / after on held-out tasks"
 	@echo "make test                                  all tests, lint and types"
+	@echo "make test-harnesses                        every agent program that longrein knows, run for real"
 	@echo "make test-vllm                             tests against a real vLLM, in an environment of its own"
 	@echo "make format                                put the code into its format"
 	@echo "make bench-peers                           what the proxy costs, beside the proxies of others"
@@ -29,11 +30,21 @@ help:
 train: $(READY) sandbox $(if $(filter smollm2,$(MODEL)),$(SMOLLM2),$(TINY))
 	$(BIN)/longrein train $(TRAIN_FLAGS_$(MODEL)) --seed $(SEED)
 
-test: check sandbox browser $(TOKENIZERS) $(TINY) $(SMOLLM2)
+test: check sandbox browser harnesses $(TOKENIZERS) $(TINY) $(SMOLLM2)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
 test-vllm: $(READY) $(VLLM_READY) $(TINY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/with_vllm --durations=0
+
+# One agent program a dialect; all of them for `make test-harnesses`.
+HARNESSES = pi codex claude-code gemini-cli
+test-harnesses: HARNESSES = all
+test-harnesses: $(READY) sandbox harnesses .cache/tokenizers/qwen3/tokenizer.json
+	$(BIN)/pytest -m 'programs or not programs' tests/harnesses/programs
+
+harnesses: $(READY)
+	@command -v npm >/dev/null || $(call system,npm)
+	LONGREIN_HARNESSES=.cache/harnesses $(BIN)/longrein harness install $(HARNESSES)
 
 check: $(READY)
 	$(BIN)/ruff format --check .

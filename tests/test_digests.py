@@ -48,7 +48,9 @@ def test_what_was_seen_before_changes_no_digest(requests: list[tuple[list[Messag
 def test_a_turn_costs_what_it_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Message] = []
     canonical = longrein.digests.canonical
-    monkeypatch.setattr("longrein.digests.canonical", lambda message: read.append(message) or canonical(message))
+    monkeypatch.setattr(
+        "longrein.digests.canonical", lambda message, defaults=None: read.append(message) or canonical(message, defaults)
+    )
     digests, messages = Digests(), [system("be brief"), user("hello")]
     for turn in range(50):
         read.clear()
@@ -75,3 +77,20 @@ def test_tools_are_kept_once() -> None:
     assert digests.shared_tools([MOVE]) == (MOVE,)
     number = [{**MOVE, "strict": 1}]
     assert digests.of([], number) != digests.of([], [{**MOVE, "strict": True}])
+
+
+def test_an_argument_that_is_as_its_default_may_be_said_or_not() -> None:
+    schema = {"type": "object", "properties": {"room": {"type": "string"}, "all": {"default": False}, "n": {"default": 2}}}
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    said = assistant("", ("look", {"room": "attic"}))
+    filled = [assistant("", ("look", {"all": False, "room": "attic"})), assistant("", ("look", {"room": "attic", "n": 2.0}))]
+    others = [
+        assistant("", ("look", {"room": "attic", "all": True})),
+        assistant("", ("look", {"room": "attic", "n": False})),
+    ]
+    digests = Digests()
+    own = digests.of([said], [tool])[-1]
+    assert [digests.of([message], [tool])[-1] for message in filled] == [own, own]
+    assert own not in [digests.of([message], [tool])[-1] for message in others]
+    assert own == digests.extended(digests.of([], [tool])[-1], filled[0], [tool])
+    assert digests.of([said])[-1] != digests.of([filled[0]])[-1]  # where no schema says so, it is another argument

@@ -172,12 +172,14 @@ def _defaults(tools: Sequence[Tool]) -> Defaults:
     found: Defaults = {}
     for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) else None
-        schema = function.get("parameters") if isinstance(function, dict) else None
+        if not isinstance(function, dict):
+            continue
+        schema = function.get("parameters")
         properties = schema.get("properties") if isinstance(schema, dict) else None
         for name, property in properties.items() if isinstance(properties, dict) else ():
             if isinstance(property, dict) and "default" in property:
                 read = json.loads(json.dumps(property["default"], default=str), parse_int=_number, parse_float=_number)
-                found.setdefault(str(function["name"]), {})[name] = _canonical_json(read)
+                found.setdefault(str(function.get("name")), {})[name] = _canonical_json(read)
     return found
 
 

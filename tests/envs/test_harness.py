@@ -171,7 +171,9 @@ def test_a_program_that_never_calls_is_a_failed_rollout_with_its_words(agent: Ag
 def test_a_config_that_does_not_fit_is_refused(agent: Agent) -> None:
     for config, message in (
         ({}, "HarnessEnv refuses env_config"),
-        ({"command": "codex", "verify": "x"}, "command is 'codex'; it must be a list of strings"),
+        ({"command": "codex", "verify": "x"}, "command is 'codex' and program is None; give a command as a list of strings"),
+        ({"command": ["x"], "program": "codex", "verify": "x"}, "or the name of a program"),
+        ({"verify": "x"}, "command is \\(\\) and program is None"),
         ({"command": [sys.executable], "verify": "x", "concurrency": 0}, "concurrency is 0"),
     ):
         with pytest.raises(EnvConfigError, match=message):

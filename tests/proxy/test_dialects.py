@@ -19,11 +19,11 @@ from programs import Gated, Program
 
 from longrein import Agent
 from longrein.contract import Sampled, SampleRequest, Sampling
+from longrein.digests import canonical
 from longrein.engines.scripted import ScriptedEngine
 from longrein.envs import TreasureHunt
 from longrein.proxy import InterceptionServer
 from longrein.proxy.dialect import Answer, DialectError, minted
-from longrein.recorder import canonical
 from longrein.rollout import Rollout, padded
 from longrein.rooms import TOOLS, Action, look, opening, over
 

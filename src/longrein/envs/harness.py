@@ -15,6 +15,7 @@ from typing import Any
 
 from longrein.contract import LongreinError
 from longrein.envs.environment import EnvConfig, EnvConfigError, Environment, Episode
+from longrein.harnesses.catalog import harness
 from longrein.harnesses.process import ProcessSessionFactory
 from longrein.harnesses.sandbox import SandboxError, chosen
 from longrein.proxy import CallLimits, InterceptionServer
@@ -24,8 +25,10 @@ from longrein.rollout import Rollout
 
 @dataclass(frozen=True, kw_only=True)
 class HarnessConfig(EnvConfig):
-    command: Sequence[str]
+    command: Sequence[str] = ()
     """The program and its arguments; `{name}` is a field of the task, or `base_url`, `key`, `model`, `home`, `workdir`, `python`."""
+    program: str | None = None
+    """In place of `command`: a program by its name (`longrein harness list`). It is told the task's `instruction`."""
     verify: str | Sequence[str]
     """The dotted path of a function `(task, outcome) -> reward`, or a command."""
     env: Mapping[str, str | None] = field(default_factory=dict)
@@ -40,8 +43,11 @@ class HarnessConfig(EnvConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.command, str) or not self.command:
-            raise EnvConfigError(f"command is {self.command!r}; it must be a list of strings, one for each argument")
+        if isinstance(self.command, str) or bool(self.command) == (self.program is not None):
+            raise EnvConfigError(
+                f"command is {self.command!r} and program is {self.program!r}; give a command as a list of strings, one for each "
+                "argument, or the name of a program"
+            )
         try:
             chosen(self.sandbox)
         except SandboxError as error:
@@ -81,12 +87,13 @@ class HarnessEnv(Environment):
 
     async def _run(self, rollout: Rollout, recorder: Recorder) -> None:
         config = self.config
+        known = {} if config.program is None else harness(config.program).settings()
         factory = ProcessSessionFactory(
-            config.command,
+            known.get("command", config.command),
             server=self.server,
             verify=config.verify,
-            env=config.env,
-            files=config.files,
+            env={**known.get("env", {}), **config.env},
+            files={**known.get("files", {}), **config.files},
             prepare=self.prepare,
             limits=CallLimits(max_calls=config.max_turns),
             timeout=config.max_seconds,

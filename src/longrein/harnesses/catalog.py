@@ -12,6 +12,14 @@ FILES = {
     "codex": "codex",
     "claude-code": "claude_code",
     "gemini-cli": "gemini_cli",
+    "opencode": "opencode",
+    "qwen-code": "qwen_code",
+    "goose": "goose",
+    "mini-swe-agent": "mini_swe_agent",
+    "smolagents": "smolagents",
+    "openai-agents": "openai_agents",
+    "pydantic-ai": "pydantic_ai",
+    "langgraph": "langgraph",
 }
 
 

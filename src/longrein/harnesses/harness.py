@@ -16,6 +16,9 @@ from typing import Any
 from longrein.harnesses.outcome import HarnessError
 from longrein.harnesses.package import Package, cache, install
 
+LIBRARY_AGENTS = str(Path(__file__).parent / "scripts" / "library_agents.py")
+"""For those that are libraries: a small agent in each, run by the interpreter that has it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Harness:

@@ -92,7 +92,7 @@ def install(package: Package, folder: Path) -> str:
         raise HarnessError(
             f"{package.name} {package.version} was installed into {folder}, and {version or 'nothing'} is there"
         )
-    return version
+    return package.version
 
 
 def _needed(command: str, what: str) -> str:

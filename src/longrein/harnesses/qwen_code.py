@@ -1,0 +1,27 @@
+"""Qwen Code, the coding agent of the Qwen models. https://www.npmjs.com/package/@qwen-code/qwen-code"""
+
+from __future__ import annotations
+
+import json
+
+from longrein.harnesses.harness import Harness
+from longrein.harnesses.package import Npm
+
+_SETTINGS = {
+    "security": {"auth": {"selectedType": "openai"}},
+    "privacy": {"usageStatisticsEnabled": False},
+    "telemetry": {"enabled": False},
+    "general": {"disableAutoUpdate": True, "enableAutoUpdate": False},
+    "memory": {"enableManagedAutoMemory": False, "enableManagedAutoDream": False},
+    "model": {"name": "{model}", "skipNextSpeakerCheck": True},
+}
+
+HARNESS = Harness(
+    name="qwen-code",
+    dialect="chat",
+    package=Npm("@qwen-code/qwen-code", "0.15.10"),
+    executable="qwen",
+    arguments=("--yolo", "--auth-type", "openai", "--output-format", "json", "--prompt", "{instruction}"),
+    files={"~/.qwen/settings.json": json.dumps(_SETTINGS)},
+    side_calls="none; its history starts with a reply that no model wrote",
+)
