@@ -149,7 +149,8 @@ class Sandbox:
             "command": [_bubblewrap(), *_NAMESPACES, *mounts],
             "relay": [
                 *(os.path.realpath(sys.executable), "-I", "-S", f"{_RUN}/relay.py", f"{_RUN}/proxy", str(PORT)),
-                *("{ready}", "{go}", str(self.processes if _counts_processes() else 0)),
+                # above our own limit, which says its name: this one only holds off what is too quick for it
+                *("{ready}", "{go}", str(2 * self.processes + 64 if _counts_processes() else 0)),
             ],
             "seed": {"home": str(folder / "seed/home"), "work": str(folder / "seed/work")},
             "work": str(folder / "work"),
@@ -257,7 +258,7 @@ def _of_program(program: Sequence[str], search: str | None) -> list[str]:
     found = [part for part in program[1:] if os.path.isabs(part) and os.path.isfile(part)]
     if first is None:
         return found
-    if os.path.dirname(first) == os.path.dirname(sys.executable):
+    if os.path.dirname(first) == os.path.dirname(sys.executable) and Path(first).name.startswith("python"):
         packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
         found += [path for path in packages if os.path.isdir(path)]
         found.append(str(Path(__file__).parent.parent))  # this package may be installed as a link to its source
