@@ -164,6 +164,11 @@ class Sandbox:
         return described
 
 
+def folders_of(program: Sequence[str]) -> list[str]:
+    """What a program needs to read of this machine besides the system, as far as its command tells."""
+    return [path for path in _outermost(_of_program(program, os.environ.get("PATH"))) if os.path.exists(path)]
+
+
 def chosen(setting: str | Mapping[str, Any] | Sandbox) -> Sandbox | None:
     """The sandbox that a setting asks for: `auto` (where it works here), `bubblewrap`, `none`, or its limits by name."""
     if isinstance(setting, Sandbox):

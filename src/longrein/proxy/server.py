@@ -402,6 +402,9 @@ class InterceptionServer:
             return transport is not None and not transport.is_closing()
 
         exchange = session.exchange(request, evidence_of(http), is_open)
+        name = _name(dialect)
+        if name not in session.traffic.dialects:
+            session.traffic.dialects.append(name)
         delivered = False
         try:
             if request.stream:
@@ -448,6 +451,11 @@ def _spoken(http: web.Request) -> Dialect:
     if http.path.startswith("/v1beta") or "x-goog-api-key" in http.headers:
         return gemini
     return messages if "anthropic-version" in http.headers else chat
+
+
+def _name(dialect: Dialect) -> str:
+    """`chat`, `responses`, `messages` or `gemini`: a dialect is a module."""
+    return getattr(dialect, "__name__", "").rpartition(".")[2]
 
 
 def turn_of(intercept: Intercept) -> int:

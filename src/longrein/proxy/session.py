@@ -58,6 +58,8 @@ class Traffic:
     tokens: int = 0
     """Sampled tokens."""
     unknown_routes: list[str] = field(default_factory=list)
+    dialects: list[str] = field(default_factory=list)
+    """The dialects its model calls were in, in order."""
     limit: str | None = None
     """`calls` or `tokens`, once the program ran into that limit."""
     failure: str | None = None
