@@ -200,8 +200,8 @@ def _difference(rollout: Rollout, earlier: Sequence[Call], call: Call) -> list[s
     at, old, had = best
     if had != tools:
         return [f"other tools: {', '.join(had) or 'none'} became {', '.join(tools) or 'none'}"]
-    texts = [_lines(messages[at]) if at < len(messages) else [] for messages in (old, new)]
-    lines = [line for line in difflib.unified_diff(*texts, lineterm="", n=1) if not line.startswith(("---", "+++"))]
+    was, now = (_lines(messages[at]) if at < len(messages) else [] for messages in (old, new))
+    lines = [line for line in difflib.unified_diff(was, now, lineterm="", n=1) if not line.startswith(("---", "+++"))]
     return [f"message {at}:", *(line[:160] for line in lines[:DIFF_LINES])]
 
 
@@ -277,14 +277,14 @@ class Bytes:
         *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
     )
 
-    def encode(self, text: str, **_: Any) -> list[int]:
+    def encode(self, text: str, **options: Any) -> list[int]:
         for index, word in enumerate(self.special):
             if word in text:
                 before, _, after = text.partition(word)
                 return [*self.encode(before), 256 + index, *self.encode(after)]
         return list(text.encode())
 
-    def decode(self, token_ids: Any, **_: Any) -> str:
+    def decode(self, token_ids: Any, **options: Any) -> str:
         ids = [token_ids] if isinstance(token_ids, int) else token_ids
         return b"".join(bytes([i]) if i < 256 else self.special[i - 256].encode() for i in ids).decode(errors="replace")
 

@@ -203,6 +203,17 @@ def test_a_test_command_of_the_tasks_own(folder: Path, tmp_path: Path) -> None:
     assert verify_repo(task, left(work)).env_reward == 1.0
 
 
+def test_the_configuration_of_tests_is_the_repositorys_own(folder: Path, tmp_path: Path) -> None:
+    (folder / "repo/conftest.py").write_text("import pytest\n@pytest.fixture\ndef nine():\n    return 9\n")
+    (folder / "tests/test_price.py").write_text("import shop\ndef test_one(nine):\n    assert shop.price(1) == nine\n")
+    (folder / "task.json").write_text(json.dumps({"test_command": ["{python}", "-m", "pytest", "-q", "tests"]}))
+    task, work = played(folder, tmp_path, conftest_py="import pytest\n@pytest.fixture\ndef nine():\n    return 8\n")
+    assert verify_repo(task, left(work)).env_reward == 0.0
+    (work / "shop.py").write_text("def price(count):\n    return count * 9\n")
+    (work / "conftest.py").unlink()
+    assert verify_repo(task, left(work)).env_reward == 1.0
+
+
 WRONG = "def price(count):\n    return count * 8\n"
 FORGERIES = {
     "leaves early": {"shop_py": WRONG + "import os; os._exit(0)"},
