@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
+import dataclasses
 import functools
 import json
 import time
@@ -97,10 +98,12 @@ class ContinuousBatching:
         self.work = work
         longest = len(work.prompts[0]) + int(work.reply_lengths.sum(0).max()) + sum(len(row[0]) + 40 for row in work.between)
         page = 32  # its default of 256 would share nothing here
+        named = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+        size = {"page_size" if "page_size" in named else "block_size": page}  # transformers 5.17 has the older name
         self.manager = model.init_continuous_batching(
             generation_config=GenerationConfig(do_sample=True, top_k=0, pad_token_id=0, eos_token_id=-1, max_new_tokens=64),
             continuous_batching_config=ContinuousBatchingConfig(
-                page_size=page,
+                **size,
                 num_blocks=-(-longest // page) * len(work.prompts) + 64,
                 max_batch_tokens=2048,
                 return_logprobs=True,

@@ -116,6 +116,7 @@ def decoding(shape: str, device: str, dtype: torch.dtype, rows: int, *, captured
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", choices=["exact", "decoding"])
     options = parser.parse_args()
     print(json.dumps(machine()))
     ways = (True, False) if options.device != "cpu" else (False,)
@@ -130,6 +131,8 @@ def main() -> None:
                 for rows in (1, 64)
                 for c in ways
             ]
+    exact = 3 if options.device == "cpu" else len(ways) + 1 + 2 * len(ways)
+    runs = {None: runs, "exact": runs[:exact], "decoding": runs[exact:]}[options.only]
     for run in runs:
         try:
             print(json.dumps(run()), flush=True)
