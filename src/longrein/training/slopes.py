@@ -39,16 +39,16 @@ def why_not_clipped(trainer: Any) -> str | None:
 def token_weights(trainer: Any, batch: dict[str, Any], counts: Tensor, mode: str) -> Tensor:
     """(rollouts,) what TRL's loss multiplies a term of each rollout by; `counts` are their agent tokens."""
     steps = trainer.current_gradient_accumulation_steps if mode == "train" else 1
-    total = counts.sum().clamp(min=1)
+    counts = counts.to(batch["advantages"].dtype)
     rollouts = max(1, len(counts))
     if trainer.loss_type == "grpo":
         return 1 / (counts.clamp(min=1) * rollouts * steps)
     if trainer.loss_type == "bnpo":
-        return (1 / (total * steps)).expand(len(counts))
+        return (1 / (counts.sum().clamp(min=1) * steps)).expand(len(counts))
     if trainer.loss_type == "dr_grpo":
-        return torch.full_like(counts, 1 / (rollouts * trainer.max_completion_length * steps), dtype=torch.float32)
+        return torch.full_like(counts, 1 / (rollouts * trainer.max_completion_length * steps))
     share = steps / trainer.args.steps_per_generation if mode == "train" else 1.0
-    items = batch["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
+    items = batch["num_items_in_batch"].to(counts.dtype).clamp(min=1.0) / trainer.accelerator.num_processes
     return (1 / (items * share)).expand(len(counts))
 
 
