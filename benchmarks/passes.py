@@ -78,9 +78,15 @@ class Values:
 
 
 class Ours:
-    def __init__(self, model: Any, folder: str, device: str) -> None:
+    def __init__(self, model: Any, folder: str, device: str, *, compiled: bool = False) -> None:
         self.device = device
-        settings = {"packing": "auto", "packing_backend": "auto", "token_budget": None}
+        settings = {
+            "packing": "auto",
+            "packing_backend": "auto",
+            "packing_compiled": compiled,
+            "token_budget": None,
+            "old_logps": "policy",
+        }
         self.trainer = make_trainer(TrajectoryLoss, copy.deepcopy(model), folder, device, **settings)
         self.model = self.trainer.model
         carry_packed_passes(self.model)

@@ -33,6 +33,7 @@ def settings(processes: int) -> dict[str, Any]:
         "optim": "sgd",
         "learning_rate": 0.5,
         "beta": 0.1,
+        "token_budget": 60,  # several passes a step, and not as many on every rank
     }
 
 

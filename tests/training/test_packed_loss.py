@@ -32,7 +32,9 @@ def trainer(tmp_path_factory) -> TrajectoryLoss:
         str(folder), per_device_train_batch_size=2, num_generations=2, report_to=[], use_cpu=True, bf16=False,
         gradient_checkpointing=False,
     )  # fmt: skip
-    args.packing, args.packing_backend, args.token_budget = "auto", "auto", None  # type: ignore[attr-defined]
+    args.__dict__.update(
+        packing="auto", packing_backend="auto", packing_compiled=False, token_budget=None, old_logps="policy"
+    )
     dataset = Dataset.from_dict({"prompt": ["a", "b"]})
     return TrajectoryLoss(parts.policy(), lambda **_: [0.0], args, dataset, processing_class=parts.tokenizer())
 
@@ -141,7 +143,7 @@ def settle(trainer: TrajectoryLoss, model: Any, **changes: Any) -> TrajectoryLos
 
 
 @pytest.mark.parametrize("name", MODELS)
-@settings(max_examples=12)
+@settings(max_examples=20)
 @given(
     batch=batches(),
     loss=st.sampled_from((*CLIPPED, *CLIPPED, *OTHERS)),
@@ -150,15 +152,16 @@ def settle(trainer: TrajectoryLoss, model: Any, **changes: Any) -> TrajectoryLos
     temperature=st.sampled_from((1.0, 0.6)),
     budget=st.sampled_from((1, 25, None)),
     bonus=st.sampled_from((0.0, 0.0, 0.1)),
+    corrected=st.booleans(),
 )
 def test_in_float64_loss_metrics_and_gradients_are_the_padded_ones(
-    trainer, name, batch, loss, level, beta, temperature, budget, bonus
+    trainer, name, batch, loss, level, beta, temperature, budget, bonus, corrected
 ):
     settle(
         trainer, cached(name, torch.float64), loss_type=loss, importance_sampling_level=level, beta=beta, temperature=temperature,
         _entropy_bonus_enabled=bonus > 0, entropy_coef=bonus,
     )  # fmt: skip
-    trainer.args.token_budget = budget
+    trainer.args.token_budget, trainer.args.use_bias_correction_kl = budget, corrected
     assert_equal(trainer, typed(batch, torch.float64), 1e-10)
 
 

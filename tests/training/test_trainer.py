@@ -14,11 +14,12 @@ import torch
 from datasets import IterableDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig
-from worlds import Ask, Broken, Flat, Forking, Moody, Recording, Recording2, Talk, Vowels, row
+from worlds import Ask, Broken, Flat, Forking, Moody, Recording, Recording2, Talk, Uneven, Vowels, row
 
 from longrein import Agent, GRPOEnvTrainer, LongreinError, Sampling
 from longrein.envs import TreasureHunt, task_dataset
 from longrein.training.trainer import MAX_FAILED_BATCHES
+from longrein.training.trials import Collected
 
 
 def talks(count: int) -> list[dict[str, Any]]:
@@ -351,6 +352,78 @@ def test_recorded_logps_are_the_policys_own(tmp_path):
     policy, recorded = by["policy"]["old_per_token_logps"], by["recorded"]["old_per_token_logps"]
     assert recorded.abs().sum() > 0
     torch.testing.assert_close(recorded, policy, rtol=0, atol=1e-4)
+
+
+def test_recorded_logps_are_watched_while_the_weights_are_those_that_sampled(tmp_path):
+    trainer = parts.trainer(tmp_path, talks(2), old_logps="recorded", max_steps=4, num_iterations=2)
+    trainer.train()
+    for name in ("old_logps/difference_mean", "old_logps/difference_max"):
+        assert [0 <= value < 1e-4 for value in parts.logged(trainer, name)] == [True, True]  # steps 1 and 3
+    assert "old_logps/difference_mean" not in trainer.state.log_history[1]
+    plain = parts.trainer(tmp_path, talks(2))
+    plain.train()
+    assert not parts.logged(plain, "old_logps/difference_mean")
+
+
+def test_recorded_logps_of_other_weights_are_refused(tmp_path, monkeypatch):
+    trainer = parts.trainer(tmp_path, talks(2), old_logps="recorded")
+    monkeypatch.setattr(Collected, "versions", lambda self: {0, 7})
+    with pytest.raises(LongreinError, match=r"weights of this step \(0\); some are of 7"):
+        trainer.train()
+
+
+def test_the_versions_of_a_batch_are_those_of_its_tokens(tmp_path):
+    trainer = parts.trainer(tmp_path, talks(2))
+    trainer.train()
+    assert trainer.last_batch is not None
+    assert trainer.last_batch.versions() == {0}
+    call = next(iter(trainer.last_batch.played[0].rollout.calls.values()))
+    object.__setattr__(call, "versions", np.array([0, 3], np.int32))
+    assert trainer.last_batch.versions() == {0, 3}
+
+
+def test_no_pass_for_old_logps_where_a_batch_is_used_once(tmp_path, monkeypatch):
+    weights, passes = {}, {}
+    for skip, iterations in ((False, 1), (True, 1), (True, 2)):
+        trainer = parts.trainer(
+            tmp_path / f"{skip}{iterations}", talks(2), skip_old_pass=skip, num_iterations=iterations, max_steps=2
+        )
+        count = []
+        whole = trainer._trajectory_logps
+        monkeypatch.setattr(
+            trainer, "_trajectory_logps", lambda *a, whole=whole, count=count, **o: count.append(1) or whole(*a, **o)
+        )
+        trainer.train()
+        weights[skip, iterations], passes[skip, iterations] = parts.weights(trainer.model), len(count)
+    assert passes == {(False, 1): 2, (True, 1): 0, (True, 2): 1}
+    for name, value in weights[False, 1].items():
+        torch.testing.assert_close(weights[True, 1][name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", ["dapo", "cispo"])
+def test_packed_training_is_padded_training(tmp_path, loss):
+    def trained(name: str, **changes: Any) -> GRPOEnvTrainer:
+        settings = {
+            "per_device_train_batch_size": 8,
+            "num_generations": 4,
+            "optim": "sgd",
+            "learning_rate": 0.5,
+            "beta": 0.1,
+        }
+        rows = [row(Uneven), *talks(1)] * 2
+        trainer = parts.trainer(tmp_path / name, rows, loss_type=loss, max_steps=2, **settings, **changes)
+        trainer.train()
+        return trainer
+
+    padded, packed, parted = trained("off", packing="off"), trained("auto"), trained("parts", token_budget=40)
+    assert padded.packing is None
+    assert packed.packing is not None
+    assert parts.logged(parted, "packing/tokens_per_forwarded")[0] > 1.2
+    for other in (packed, parted):
+        for name, value in parts.weights(padded.model).items():
+            torch.testing.assert_close(parts.weights(other.model)[name], value, rtol=1e-5, atol=1e-6)
+        for metric in ("loss", "kl", "entropy", "grad_norm"):
+            assert parts.logged(other, metric) == pytest.approx(parts.logged(padded, metric), rel=1e-3, abs=1e-5), metric
 
 
 def test_recorded_logps_need_an_environment_that_gives_them(tmp_path):

@@ -72,6 +72,12 @@ class GRPOEnvConfig(GRPOConfig):
     packing_backend: str = field(
         default="auto", metadata={"help": "The attention of packed passes: auto, varlen, flex or sdpa."}
     )
+    packing_compiled: bool = field(
+        default=False,
+        metadata={
+            "help": "Compile what a layer does around its attention in packed passes (a minute at first use, on a GPU)."
+        },
+    )
     token_budget: int | None = field(
         default=None,
         metadata={"help": "Unique tokens a packed pass; unsaid, what half of the device's free memory holds."},

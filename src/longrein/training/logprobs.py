@@ -40,6 +40,8 @@ class Packing:
     temperature: float = 1.0
     float32_head: bool = False
     backend: str = "auto"
+    compiled: bool = False
+    """Compile what a layer does around its attention."""
 
 
 class PackedRows:
@@ -76,7 +78,7 @@ def packed_scores(
     """The scores of the pairs, by one call of a model that carries packed passes (`carry_packed_passes`)."""
 
     def run(model: Any) -> Scores:
-        hidden = packed_hidden(model, packed.tree, backend=packing.backend)
+        hidden = packed_hidden(model, packed.tree, backend=packing.backend, compiled=packing.compiled)
         head = Head.of(model, temperature=packing.temperature, float32=packing.float32_head)
         index, targets = (torch.as_tensor(one, device=hidden.device) for one in (packed.index, packed.targets))
         return head.score(hidden.index_select(0, index), targets, entropy=entropy, slope=slope)

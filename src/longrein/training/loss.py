@@ -53,6 +53,7 @@ class TrajectoryLoss(GRPOTrainer):
             temperature=self.temperature,
             float32_head=self.args.cast_lm_head_to_fp32,
             backend=self.args.packing_backend,
+            compiled=self.args.packing_compiled,
         )
 
     def compute_loss(
@@ -101,12 +102,24 @@ class TrajectoryLoss(GRPOTrainer):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """TRL's loss asks for the log-probabilities of its rows: those of the trajectories, one row a rollout."""
         inputs, tokens, parts, known = self._current
-        if known is not None:
-            return tokens.gather(known[0]), tokens.gather(known[1]), None
-        logps, entropies, aux_loss = self._trajectory_logps(
-            model, inputs, parts=parts, entropy=compute_entropy, aux_loss=compute_aux_loss
+        logps, entropies, aux_loss = (
+            self._trajectory_logps(model, inputs, parts=parts, entropy=compute_entropy, aux_loss=compute_aux_loss)
+            if known is None
+            else (*known, None)
         )
+        if self.args.old_logps == "recorded" and self.model.training:
+            self._watch(tokens.gather(logps.detach() - inputs["old_per_token_logps"]).abs(), tokens.mask)
         return tokens.gather(logps), None if entropies is None else tokens.gather(entropies), aux_loss
+
+    def _watch(self, difference: Tensor, mask: Tensor) -> None:
+        """Log how far recorded log-probabilities are from the policy's own, while the weights are still those that sampled."""
+        cycle = (self.args.steps_per_generation or 1) * self.num_iterations
+        if self._step % cycle >= self.args.gradient_accumulation_steps:
+            return
+        own = torch.stack([(difference * mask).sum(), mask.sum(), (difference * mask).amax()])[None]
+        every = torch.as_tensor(self.accelerator.gather(own))
+        self._metrics["train"]["old_logps/difference_mean"].append(float(every[:, 0].sum() / every[:, 1].sum().clamp(min=1)))
+        self._metrics["train"]["old_logps/difference_max"].append(float(every[:, 2].max()))
 
     def _trajectory_logps(self, model: Any, batch: dict[str, Any], batch_size: int | None = None, **options: Any) -> Any:
         with self.accelerator.autocast():
@@ -133,11 +146,16 @@ class TrajectoryLoss(GRPOTrainer):
             "old": inputs.get("old_per_token_logps"),
             "ref": inputs.get("ref_per_token_logps"),
         }
+        options: dict[str, Any] = {
+            "epsilon": (self.epsilon_low, self.epsilon_high),
+            "beta": self.beta,
+            "corrected": self.args.use_bias_correction_kl,
+            "device": weights.device,
+        }
         slopes: list[ClippedSlope] = []
 
         def slope_of(packed: PackedRows) -> ClippedSlope:
-            epsilon = (self.epsilon_low, self.epsilon_high)
-            slopes.append(ClippedSlope(packed, values, epsilon=epsilon, beta=self.beta, device=weights.device))
+            slopes.append(ClippedSlope(packed, values, **options))
             return slopes[-1]
 
         surrogate, known = self._backward_by_parts(model, current, slope_of)
@@ -203,7 +221,7 @@ class TrajectoryLoss(GRPOTrainer):
         parts = [held[part] for part in parts] or [held]
         if self.accelerator.num_processes > 1:
             count = torch.tensor([len(parts)], device=self.accelerator.device)
-            most = int(torch.max(self.accelerator.gather(count)))  # type: ignore[arg-type]
+            most = int(torch.as_tensor(self.accelerator.gather(count)).max())
             parts += [held[:0]] * (most - len(parts))
         return parts
 

@@ -29,7 +29,6 @@ def why_not_clipped(trainer: Any) -> str | None:
         "off_policy_mask_threshold": trainer.off_policy_mask_threshold is not None,
         "top_entropy_quantile": trainer.top_entropy_quantile < 1.0,
         "an entropy bonus": trainer._entropy_bonus_enabled,
-        "use_bias_correction_kl": args.use_bias_correction_kl and trainer.beta != 0.0,
         "a router's auxiliary loss": trainer.aux_loss_enabled,
         "use_vllm": trainer.use_vllm,
     }
@@ -62,15 +61,16 @@ class ClippedSlope:
         *,
         epsilon: tuple[float, float],
         beta: float,
+        corrected: bool,
         device: torch.device,
     ) -> None:
-        """`values` are (rows, tokens): `advantages`, `weights`, and `old` and `ref` where there are any."""
+        """`corrected` says that the divergence is weighted by the ratio (TRL's `use_bias_correction_kl`); `values` are (rows, tokens): `advantages`, `weights`, and `old` and `ref` where there are any."""
         order = np.argsort(packed.pair, kind="stable")
         self._pairs = packed.pair[order]
         self._pair = torch.as_tensor(self._pairs, device=device)
         at = tuple(torch.as_tensor(index[order], device=device) for index in (packed.rows, packed.columns))
         self._values = {name: None if value is None else value[at] for name, value in values.items()}
-        self._epsilon, self._beta = epsilon, beta
+        self._epsilon, self._beta, self._corrected = epsilon, beta, corrected
         self.at, self.used = at, torch.zeros(len(order), device=device)
 
     def __call__(self, logps: Tensor, start: int, stop: int) -> tuple[Tensor, None]:
@@ -91,7 +91,7 @@ class ClippedSlope:
         moves = (unclipped < ratio.clamp(low, high) * advantages) | ((ratio >= low) & (ratio <= high))
         slopes = torch.where(moves, -unclipped, 0.0)
         if ref is not None and self._beta != 0.0:
-            slopes = slopes + self._beta * (1 - torch.exp(ref - own))
+            slopes = slopes + self._beta * (ratio * (own - ref) if self._corrected else 1 - torch.exp(ref - own))
         slopes = slopes * weights
         self.used = self.used.to(logps.dtype)
         self.used[terms] = slopes

@@ -220,6 +220,11 @@ class GRPOEnvTrainer(TrajectoryLoss):
         arrays = collected.arrays()
         if self.args.old_logps == "recorded" and np.isnan(arrays["padded_logprobs"]).any():
             raise LongreinError("old_logps='recorded', and an environment's run_trial returned no padded_logprobs")
+        if self.args.old_logps == "recorded" and (other := collected.versions() - {self.state.global_step}):
+            raise LongreinError(
+                f"old_logps='recorded' needs rollouts sampled under the weights of this step ({self.state.global_step}); some are "
+                f"of {', '.join(map(str, sorted(other)))}. Use old_logps='policy'"
+            )
         arrays["group"] = collected.group
         arrays["advantages"] = advantages(
             self.args.advantages,

@@ -136,6 +136,12 @@ class Collected:
             metrics["limited"] = float(np.mean([record.limit is not None for record in records]))
         return metrics
 
+    def versions(self) -> set[int]:
+        """The weights that the recorded calls were sampled under."""
+        calls = [call for one in self.played if one.rollout is not None for call in one.rollout.calls.values()]
+        of_tokens = [call.versions for call in calls if call.versions is not None]
+        return {call.policy_version for call in calls}.union(*(map(int, versions) for versions in of_tokens))
+
     def first_failure(self) -> str:
         causes = [one.rollout.failed for one in self.played if one.rollout is not None and one.rollout.failed]
         return causes[0] if causes else "no cause was recorded"
