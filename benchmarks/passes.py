@@ -23,11 +23,11 @@ from longrein.training.logprobs import carry_packed_passes
 from longrein.training.loss import TrajectoryLoss
 
 
-def make_model(device: str) -> Any:
-    """4 layers on a CPU, the shape of Qwen3-0.6B on a GPU; random weights."""
+def make_model(device: str, *, small: bool = False) -> Any:
+    """4 layers in float32 on a CPU (or if `small`), the shape of Qwen3-0.6B in bfloat16 on a GPU; random weights."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    small: dict[str, Any] = {
+    tiny: dict[str, Any] = {
         "vocab_size": 32_000, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4,
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "tie_word_embeddings": False,
     }  # fmt: skip
@@ -37,8 +37,9 @@ def make_model(device: str) -> Any:
         "rope_theta": 1_000_000.0,
     }  # fmt: skip
     torch.manual_seed(0)
-    config = Qwen3Config(**(qwen if device == "cuda" else small), max_position_embeddings=32_768)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    large = device == "cuda" and not small
+    config = Qwen3Config(**(qwen if large else tiny), max_position_embeddings=32_768)
+    dtype = torch.bfloat16 if large else torch.float32
     with torch.device(device):
         return Qwen3ForCausalLM(config).to(dtype)
 
@@ -62,6 +63,8 @@ def make_trainer(cls: Any, model: Any, folder: str, device: str, **extra: Any) -
     for name, value in extra.items():
         setattr(args, name, value)
     trainer = cls(model, lambda **_: [0.0], args, Dataset.from_dict({"prompt": ["a", "a"]}), processing_class=words)
+    if cuda:  # as `train()` would
+        trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
     trainer.model.train()
     return trainer
 

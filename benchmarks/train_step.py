@@ -28,8 +28,10 @@ BARS = {
 }
 MICRO_BATCHES = {"cpu": (16,), "cuda": (1, 2, 4)}
 """Rows a forward of TRL's; the fastest of them is taken."""
-TOLERANCE = {"cpu": 1e-4, "cuda": 0.1}
-"""Of the gradient: the norm of the difference over the norm, in all; bfloat16 differs by the order of its sums."""
+TOLERANCE = 1e-4
+"""Of the gradient in float32: the norm of the difference over the norm, in all."""
+SPREAD = 2.0
+"""In bfloat16: so many times the difference of TRL's own gradient when its rows are sorted."""
 
 
 class Floor(NamedTuple):
@@ -59,13 +61,14 @@ def floor_of(rows: Sequence[Row], model: Any, *, checkpointing: bool) -> Floor:
     return Floor(len(packed.tree), body * (4 if checkpointing else 3) + head * 3)
 
 
-def gradient_difference(one: Any, other: Any) -> float:
-    """The norm of the difference of two models' gradients over the norm."""
-    difference = size = 0.0
-    for (_, a), (_, b) in zip(one.named_parameters(), other.named_parameters(), strict=True):
-        difference += float((a.grad.float() - b.grad.float()).norm() ** 2)
-        size += float(b.grad.float().norm() ** 2)
-    return (difference / size) ** 0.5
+def gradient_of(model: Any) -> list[torch.Tensor]:
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def difference(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
+    """The norm of the difference of two gradients over the norm."""
+    apart = sum(float((a.float() - b.float()).norm() ** 2) for a, b in zip(one, other, strict=True))
+    return (apart / sum(float(b.float().norm() ** 2) for b in other)) ** 0.5
 
 
 class Bench:
@@ -92,11 +95,18 @@ class Bench:
             "trl": lambda: self.trl.run(batches),
             "trl_sorted": lambda: self.trl.run(by_length),
         }
-        peak = {name: peak_gib(jobs[name]) for name in ("ours", "trl")}
-        difference = gradient_difference(self.ours.model, self.trl.model)
-        if not difference < TOLERANCE[self.device]:
-            raise AssertionError(f"{name}: the gradients differ by {difference:.2g}")
-        seconds = alternate(jobs, self.rounds, self.clock)
+        peak, seconds, gradients = {}, {}, {}
+        for who, job in jobs.items():  # the first run of each: its memory, its gradient, and the warming up
+            peak[who] = peak_gib(lambda who=who, job=job: seconds.update({who: timed(job)}))
+            gradients[who] = gradient_of((self.ours if who == "ours" else self.trl).model)
+        apart, spread = (difference(gradients[who], gradients["trl"]) for who in ("ours", "trl_sorted"))
+        del gradients
+        allowed = TOLERANCE if self.base.dtype == torch.float32 else SPREAD * spread
+        if not apart <= allowed:
+            raise AssertionError(f"{name}: the gradients differ by {apart:.2g}; {allowed:.2g} is allowed")
+        # on a GPU TRL's runs are long and steady: their first is taken, once the search for its micro-batch has warmed it up
+        again = {"ours": jobs["ours"]} if self.device == "cuda" else jobs
+        seconds |= alternate(again, self.rounds, self.clock)
         floor = floor_of(rows, self.base, checkpointing=self.device == "cuda")
         raw = sum(len(row.ids) for row in rows)
         result = {
@@ -116,16 +126,30 @@ class Bench:
             "forwarded_trl": self.trl.forwarded(batches) / floor.tokens,
             "micro_batch_trl": self.micro,
             "agent_share": sum(row.mask.sum() for row in rows) / raw,
-            "gradient_difference": difference,
+            "gradient_difference": apart,
+            "gradient_spread_trl": spread,
         }
         return result | (self._tree(rows, values, seconds["ours"]) if self.device == "cuda" else {})
 
+    def check(self) -> dict[str, Any]:
+        """On a GPU: a small model in float32 has TRL's gradient to rounding."""
+        model, folder = make_model(self.device, small=True), tempfile.mkdtemp()
+        ours, trl = Ours(model, folder, self.device), Trl(model, folder, self.device)
+        rows = rows_of("harness", "cpu", model.config.vocab_size)
+        values = Values(rows, model.config.vocab_size)
+        ours.run(ours.prepare(rows, values))
+        trl.run(trl.prepare(rows, values, 4))
+        apart = difference(gradient_of(ours.model), gradient_of(trl.model))
+        if not apart <= TOLERANCE:
+            raise AssertionError(f"in float32 the gradients differ by {apart:.2g}; {TOLERANCE} is allowed")
+        return {"workload": "check", "device": self.device, "gradient_difference": apart}
+
     def _fastest(self, rows: Sequence[Row], values: Values) -> int:
-        """The rows a forward with which TRL is fastest; found once, on the first workload."""
+        """The rows a forward with which TRL is fastest; found once, on half of the first workload."""
         choices = MICRO_BATCHES[self.device]
         seconds = {}
         for micro in choices if len(choices) > 1 else ():
-            batches = self.trl.prepare(rows, values, micro)
+            batches = self.trl.prepare(rows[: len(rows) // 2], values, micro)
             try:
                 self.trl.run(batches[:1])
                 seconds[micro] = timed(lambda batches=batches: self.trl.run(batches))
@@ -141,9 +165,9 @@ class Bench:
             self.tree = self.tree or TrlTree(self.base, self.device)
             packed = self.tree.prepare(rows, values)
             self.tree.run(packed)
-            difference = gradient_difference(self.tree.model, self.ours.model)
+            apart = difference(gradient_of(self.tree.model), gradient_of(self.ours.model))
             seconds = alternate({"tree": lambda: self.tree and self.tree.run(packed)}, 2)["tree"]
-            return {"ratio_trl_tree": seconds / ours, "gradient_difference_trl_tree": difference}
+            return {"ratio_trl_tree": seconds / ours, "gradient_difference_trl_tree": apart}
         except Exception as error:
             traceback.print_exc()
             torch.cuda.empty_cache()
@@ -155,8 +179,9 @@ class Bench:
         for rollouts in (8, 32, 128):
             rows = rows_of("group", self.device, self.vocabulary, rollouts=rollouts)
             batch = self.ours.prepare(rows, Values(rows, self.vocabulary))
-            self.ours.run(batch)
-            seconds = alternate({"ours": lambda batch=batch: self.ours.run(batch)}, 2, self.clock)["ours"]
+            if rollouts == 8:
+                self.ours.run(batch)
+            seconds = alternate({"ours": lambda batch=batch: self.ours.run(batch)}, 1, self.clock)["ours"]
             result[rollouts] = 1e6 * seconds / floor_of(rows, self.base, checkpointing=False).tokens
         spread = max(result.values()) / min(result.values())
         return {"workload": "growth", "device": self.device, "microseconds_a_unique_token": result, "spread": spread}
@@ -167,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", action="store_true", help="one object a line")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="*", choices=[*WORKLOADS, "growth"])
+    parser.add_argument("--only", nargs="*", choices=[*WORKLOADS, "growth", "check"])
     parser.add_argument("--compiled", action="store_true", help="compile our layers around their attention")
     parser.add_argument("--threads", type=int, default=1, help="of a CPU")
     asked = parser.parse_args(arguments)
@@ -179,9 +204,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(", ".join(f"{name} {value}" for name, value in about.items()), flush=True)
         print("workload      seconds   TRL   sorted  bar   GiB (TRL)     tokens/unique   TRL's   floor", flush=True)
     failed = False
-    for name in asked.only or [*SIZES[asked.device], "growth"]:
+    for name in asked.only or [*(["check"] if asked.device == "cuda" else []), *SIZES[asked.device], "growth"]:
+        special = {"growth": bench.growth, "check": bench.check}
         try:
-            result = bench.growth() if name == "growth" else bench.workload(name)
+            result = special[name]() if name in special else bench.workload(name)
         except Exception as error:  # one workload that fails hides no other
             traceback.print_exc()
             result = {"workload": name, "device": asked.device, "error": f"{type(error).__name__}: {error}"}
@@ -193,6 +219,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def line(result: dict[str, Any]) -> str:
     if "error" in result:
         return f"{result['workload']:<12}  {result['error']}"
+    if result["workload"] == "check":
+        return f"in float32 the gradient differs from TRL's by {result['gradient_difference']:.1g}"
     if result["workload"] == "growth":
         by_size = ", ".join(f"{size}: {value:.1f}" for size, value in result["microseconds_a_unique_token"].items())
         return f"microseconds a unique token by rollouts a group: {by_size} (spread {result['spread']:.2f})"
