@@ -18,13 +18,14 @@ MODEL ?= tiny
 TRAIN_FLAGS_tiny = --model .cache/tiny --program-share 0.125
 TRAIN_FLAGS_smollm2 = --model .cache/smollm2 --smoke
 
-.PHONY: help train sandbox browser harnesses test test-harnesses test-vllm check format bench-peers clean
+.PHONY: help train sandbox browser harnesses test test-harnesses test-vllm check format bench bench-peers clean
 help:
 	@echo "make train [SEED=0] [MODEL=tiny|smollm2]   train and show before / after on held-out tasks"
 	@echo "make test                                  all tests, lint and types"
 	@echo "make test-harnesses                        every agent program that longrein knows, run for real"
 	@echo "make test-vllm                             tests against a real vLLM, in an environment of its own"
 	@echo "make format                                put the code into its format"
+	@echo "make bench                                 sampling, a training step and the proxy, beside what others do"
 	@echo "make bench-peers                           what the proxy costs, beside the proxies of others"
 
 train: $(READY) sandbox $(if $(filter smollm2,$(MODEL)),$(SMOLLM2),$(TINY))
@@ -60,6 +61,12 @@ PEERS := openenv litellm verifiers
 PEER_openenv := openenv==0.10.0
 PEER_litellm := litellm[proxy]
 PEER_verifiers := verifiers
+# One thread: two busy threads are slower than one for small models, and ratios are cleaner.
+bench: $(READY) $(TINY) $(SMOLLM2) .cache/tokenizers/qwen3/tokenizer.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.engine
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.train_step
+	$(BIN)/python -m benchmarks.proxy
+
 bench-peers: $(READY) .cache/tokenizers/qwen3/tokenizer.json $(PEERS:%=.venv-%/.ready)
 	$(BIN)/python -m benchmarks.proxy
 

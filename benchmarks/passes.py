@@ -81,11 +81,11 @@ class Values:
 
 
 class Ours:
-    def __init__(self, model: Any, folder: str, device: str, *, compiled: bool = False) -> None:
+    def __init__(self, model: Any, folder: str, device: str, *, compiled: bool = False, backend: str = "auto") -> None:
         self.device = device
         settings = {
             "packing": "auto",
-            "packing_backend": "auto",
+            "packing_backend": backend,
             "packing_compiled": compiled,
             "token_budget": None,
             "old_logps": "policy",
