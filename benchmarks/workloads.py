@@ -35,7 +35,7 @@ CPU = {
     "group": Size(16, 300, 2, 30, 110),
     "long_prompt": Size(8, 2000, 2, 30, 110),
     "harness": Size(4, 300, 6, 30, 110),
-    "per_turn": Size(6, 300, 4, 30, 110),
+    "per_turn": Size(4, 300, 7, 30, 110),
     "none": Size(16, 100, 2, 30, 110),
 }
 GPU = {
