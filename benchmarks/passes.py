@@ -81,7 +81,7 @@ class Values:
 
 
 class Ours:
-    def __init__(self, model: Any, folder: str, device: str, *, compiled: bool = False, backend: str = "auto") -> None:
+    def __init__(self, model: Any, folder: str, device: str, *, compiled: bool | None = None, backend: str = "auto") -> None:
         self.device = device
         settings = {
             "packing": "auto",

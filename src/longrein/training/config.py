@@ -72,11 +72,9 @@ class GRPOEnvConfig(GRPOConfig):
     packing_backend: str = field(
         default="auto", metadata={"help": "The attention of packed passes: auto, varlen, flex or sdpa."}
     )
-    packing_compiled: bool = field(
-        default=False,
-        metadata={
-            "help": "Compile what a layer does around its attention in packed passes (a minute at first use, on a GPU)."
-        },
+    packing_compiled: bool | None = field(
+        default=None,
+        metadata={"help": "Compile what a layer does around its attention in packed passes; unsaid, on a GPU."},
     )
     token_budget: int | None = field(
         default=None,

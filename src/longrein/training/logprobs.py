@@ -40,8 +40,8 @@ class Packing:
     temperature: float = 1.0
     float32_head: bool = False
     backend: str = "auto"
-    compiled: bool = False
-    """Compile what a layer does around its attention."""
+    compiled: bool | None = None
+    """Compile what a layer does around its attention; None: on a GPU."""
 
 
 class PackedRows:
