@@ -21,6 +21,7 @@ from typing import Any
 from longrein.contract import LongreinError, Message, Sampling, Tool
 from longrein.digests import canonical
 from longrein.engines.scripted import ScriptedEngine
+from longrein.harnesses.catalog import FILES, harness
 from longrein.harnesses.process import ProcessSessionFactory
 from longrein.harnesses.sandbox import chosen, folders_of
 from longrein.proxy import CallLimits, InterceptionServer
@@ -30,9 +31,11 @@ from longrein.rollout import Call, Rollout
 
 PROGRAMS = {
     "react": ["{python}", "-m", "longrein.harnesses.react", "--rooms", "attic,barn,cellar"],
-    "shell": ["{python}", "-m", "longrein.harnesses.shell", "Say what is in this folder."],
+    "shell": ["{python}", "-m", "longrein.harnesses.shell", "{instruction}"],
 }
-"""Programs that come with longrein, by name."""
+"""Programs that come with longrein, by name, besides those of `longrein harness list`."""
+INSTRUCTION = "Say what is in this folder."
+"""The task of a program that is named."""
 ENV = {
     "OPENAI_API_BASE": "{base_url}",
     "ANTHROPIC_BASE_URL": "{url}",
@@ -106,7 +109,12 @@ def check(
     max_calls: int = 30,
 ) -> Report:
     """Run a program once against a scripted model, or a real one from a folder, and report."""
-    command = PROGRAMS.get(command[0], list(command)) if len(command) == 1 else list(command)
+    known: dict[str, Any] = {}
+    if len(command) == 1 and command[0] in FILES:
+        known = harness(command[0]).settings()
+    elif len(command) == 1 and command[0] in PROGRAMS:
+        known = {"command": PROGRAMS[command[0]]}
+    command = known.get("command", list(command))
     recorder = _recorder(model, script)
     rollout = recorder.open("check", seed=0)
     box = chosen(sandbox)
@@ -118,7 +126,8 @@ def check(
             ["{python}", "-m", "longrein.harnesses.leftovers", _LEFT, *command],
             server=server,
             verify=lambda task, outcome: 0.0,
-            env={**ENV, **(env or {})},
+            env={**ENV, **known.get("env", {}), **(env or {})},
+            files=known.get("files"),
             prepare=None if folder is None else lambda _, workdir: _fill(folder, workdir),
             limits=CallLimits(max_calls=max_calls),
             timeout=timeout,
@@ -130,7 +139,8 @@ def check(
                 f"there is no command {command[0]!r} to check; give its path, or one of {', '.join(PROGRAMS)}"
             )
         braces = {name: f"{{{name}}}" for part in command for name in re.findall(r"\{([A-Za-z_][A-Za-z0-9_]*)\}", part)}
-        with factory.create(task=braces, rollout_id="check") as session:  # what is no placeholder of ours stays as it is
+        task = {**braces, **({"instruction": INSTRUCTION} if known else {})}
+        with factory.create(task=task, rollout_id="check") as session:  # what is no placeholder of ours stays as it is
             outcome = session.wait()
             report.seconds = round(time.monotonic() - began, 2)
             left = outcome.workdir / _LEFT

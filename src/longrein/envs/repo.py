@@ -37,6 +37,7 @@ from longrein.harnesses.isolated import isolated
 from longrein.harnesses.outcome import Outcome
 from longrein.harnesses.sandbox import Sandbox, why_not
 
+SHELL = ("{python}", "-m", "longrein.harnesses.shell", "{instruction}")
 SECONDS = 30.0
 """For the judging of a task that does not say."""
 _PYTEST = """
@@ -68,11 +69,17 @@ _STEPS = 20_000
 
 @dataclass(frozen=True, kw_only=True)
 class RepoConfig(HarnessConfig):
-    command: Sequence[str] = ("{python}", "-m", "longrein.harnesses.shell", "{instruction}")
-    """Any coding agent that works in its current folder; `{instruction}` is the task's."""
+    command: Sequence[str] = ()
+    """Any coding agent that works in its current folder, `{instruction}` being the task's; or name a `program`. Unsaid: a loop
+    with one shell tool, `longrein.harnesses.shell`."""
     verify: str | Sequence[str] = "longrein.envs.repo.verify_repo"
     max_turns: int = 20
     max_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        if not self.command and self.program is None:
+            object.__setattr__(self, "command", SHELL)
+        super().__post_init__()
 
 
 class RepoEnv(HarnessEnv):
