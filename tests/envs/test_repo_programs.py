@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 from collections.abc import Sequence
@@ -33,7 +34,8 @@ def shell(tools: Sequence[dict[str, Any]]) -> str:
 def coder(program: str, task: dict[str, Any], right: bool) -> Any:
     module = task["bug"]["module"]
     text = MODULES[module].source if right else task["files"][f"{module}.py"]
-    commands = ["ls && git log --oneline", f"cat > {module}.py <<'END_OF_FILE'\n{text}\nEND_OF_FILE\ngit diff --stat"]
+    encoded = base64.b64encode(text.encode()).decode()  # some programs refuse a command with backquotes in it
+    commands = ["ls && git log --oneline", f"echo {encoded} | base64 -d > {module}.py && git diff --stat"]
     if program == "mini-swe-agent":
         commands.append("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
 
@@ -79,4 +81,4 @@ def test_a_real_program_mends_a_repository(name: str, right: bool, tokenizer: An
     assert (rollout.reward, rollout.success) == (float(right), right), rollout.info
     assert rollout.turns >= 3
     if name != "smolagents":  # it writes what it made of a reply into the reply
-        assert len(rollout.branches()) == 1
+        assert sum(bool(branch.agent_mask.any()) for branch in rollout.branches()) == 1
