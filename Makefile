@@ -41,7 +41,7 @@ test-vllm: $(READY) $(VLLM_READY) $(TINY)
 HARNESSES = pi codex claude-code gemini-cli
 test-harnesses: HARNESSES = all
 test-harnesses: $(READY) sandbox harnesses .cache/tokenizers/qwen3/tokenizer.json
-	$(BIN)/pytest -m 'programs or not programs' tests/harnesses/programs
+	$(BIN)/pytest -m 'programs or not programs' tests/harnesses/programs tests/envs/test_repo_programs.py
 
 harnesses: $(READY)
 	@command -v npm >/dev/null || $(call system,npm)
