@@ -25,6 +25,7 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())
 import longrein.contract, longrein.rollout, longrein.rendering, longrein.recorder, longrein.agents, longrein.envs
 import longrein.proxy, longrein.harnesses.process, longrein.engines.scripted, longrein.engines.replay, longrein.engines.vllm, longrein.envs.harness
+import longrein.runs.export, longrein.viewer.server, longrein.viewer.page
 print("ok")
 """
     assert run(code) == "ok"

@@ -374,7 +374,7 @@ def _newest_run() -> Path:
     found = [path.parent for path in Path("runs").glob("*/run.sqlite") if not path.parent.is_symlink()]
     if not found:
         raise LongreinError("there is no run under runs/ here; name a run folder, or make one with `longrein train`")
-    return max(found, key=lambda folder: (folder / "run.sqlite").stat().st_mtime)
+    return max(found, key=lambda folder: max(path.stat().st_mtime for path in folder.glob("run.sqlite*")))
 
 
 def _json_object(text: str, option: str) -> dict[str, Any]:

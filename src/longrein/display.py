@@ -85,6 +85,7 @@ class TrainDisplay:
                 highlight=False,
             )
         self.console.print(
-            f"{summary['steps']} steps in {summary['seconds']:.0f} s · {folder}/summary.json · {folder}/model",
+            f"{summary['steps']} steps in {summary['seconds']:.0f} s · {folder}/summary.json · {folder}/model\n"
+            f"look at it: longrein view {folder}",
             highlight=False,
         )

@@ -305,5 +305,6 @@ def test_the_keyboard_is_enough(page: Any, address: str) -> None:
     page.keyboard.press("?")
     page.get_by_role("dialog").wait_for()
     page.keyboard.press("Escape")
+    page.get_by_role("dialog").wait_for(state="hidden")
     page.keyboard.press("1")
     page.locator(".facts").wait_for()
