@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from longrein.harnesses.harness import Harness
+from longrein.harnesses.harness import Harness, Step
 from longrein.harnesses.package import Npm
 
 HARNESS = Harness(
@@ -28,4 +28,9 @@ HARNESS = Harness(
         "IS_SANDBOX": "1",
     },
     side_calls="titles and summaries, without tools; a look whether anyone is there (`HEAD /`)",
+    demo=(
+        Step("Bash", {"command": "pwd && cat {file}", "description": "Look at the file"}),
+        Step("Read", {"file_path": "{folder}/{file}"}),
+        Step("Edit", {"file_path": "{folder}/{file}", "old_string": "{old}", "new_string": "{new}"}),
+    ),
 )

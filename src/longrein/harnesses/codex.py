@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from longrein.harnesses.harness import Harness
+from longrein.harnesses.harness import Harness, Step
 from longrein.harnesses.package import Npm
 
 MODEL = "gpt-5.5"
@@ -46,4 +46,8 @@ HARNESS = Harness(
     env={"CODEX_HOME": "{home}/.codex"},
     files={"~/.codex/config.toml": _CONFIG},
     side_calls="compaction and sub-agents, as calls of their own",
+    demo=(
+        Step("exec_command", {"cmd": "pwd && cat {file}"}),
+        Step("apply_patch", {"input": "*** Begin Patch\n*** Update File: {file}\n@@\n-{old}\n+{new}\n*** End Patch\n"}),
+    ),
 )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from longrein.contract import LongreinError
 from longrein.harnesses.catalog import FILES, harness, harnesses
 from longrein.harnesses.package import cache
 
@@ -38,3 +41,43 @@ def install(
             continue
         typer.echo(f"{known.name} {known.package.version} is being installed into {known.folder}")
         known.install()
+
+
+@app.command()
+def bench(
+    names: Annotated[list[str] | None, typer.Argument(help="Programs to run. Unsaid: all that are installed.")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Folder or hub name of a tokenizer with a chat template. Unsaid: the small policy's.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """Run each program once on a small task with a scripted policy: what it calls, what is trained, and how long it takes."""
+    from transformers import AutoTokenizer
+
+    from longrein.harnesses.demonstration import demonstrate
+    from longrein.rendering import rendering_for
+
+    chosen = [harness(name) for name in names] if names else [known for known in harnesses() if known.installed()]
+    if not chosen:
+        raise LongreinError("no program is installed; `longrein harness install all` does it")
+    rendering = rendering_for(AutoTokenizer.from_pretrained(tokenizer or cache().parent / "tiny"))
+    columns = {
+        "program": "program",
+        "version": "version",
+        "dialect": "dialect",
+        "reward": "reward",
+        "calls": "calls",
+        "side_calls": "side calls",
+        "branches": "branches",
+        "sampled_tokens": "tokens sampled",
+        "trained_tokens": "trained",
+        "forwarded_tokens": "forwarded",
+        "unique_tokens": "unique",
+        "seconds": "seconds",
+    }
+    if not as_json:
+        typer.echo(f"| {' | '.join(columns.values())} |\n|{'---|' * len(columns)}")
+    for known in chosen:
+        summary = demonstrate(known, rendering).summary()
+        line = f"| {' | '.join(str(summary[column]) for column in columns)} |"
+        typer.echo(json.dumps(summary) if as_json else line)

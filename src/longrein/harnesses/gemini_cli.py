@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from longrein.harnesses.harness import Harness
+from longrein.harnesses.harness import Harness, Step
 from longrein.harnesses.package import Npm
 
 _SETTINGS = {
@@ -28,4 +28,11 @@ HARNESS = Harness(
     },
     files={"~/.gemini/settings.json": json.dumps(_SETTINGS)},
     side_calls="compaction, and a look for loops after many turns, both without tools",
+    demo=(
+        Step("run_shell_command", {"command": "pwd && cat {file}", "description": "Look at the file"}),
+        Step(
+            "replace",
+            {"file_path": "{folder}/{file}", "instruction": "Mend it.", "old_string": "{old}", "new_string": "{new}"},
+        ),
+    ),
 )

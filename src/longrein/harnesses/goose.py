@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from longrein.harnesses.harness import Harness
+from longrein.harnesses.harness import Harness, Step
 from longrein.harnesses.package import Npm
 
 HARNESS = Harness(
@@ -23,4 +23,8 @@ HARNESS = Harness(
         "OPENAI_BASE_PATH": "v1/chat/completions",
     },
     side_calls="the list of models; a title, without tools",
+    demo=(
+        Step("shell", {"command": "pwd && cat {file}"}),
+        Step("edit", {"path": "{folder}/{file}", "before": "{old}", "after": "{new}"}),
+    ),
 )

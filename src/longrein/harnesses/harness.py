@@ -11,13 +11,25 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from longrein.harnesses.outcome import HarnessError
 from longrein.harnesses.package import Package, cache, install
 
+
+class Step(NamedTuple):
+    """A tool call of a demonstration."""
+
+    tool: str
+    arguments: Mapping[str, Any]
+
+
 LIBRARY_AGENTS = str(Path(__file__).parent / "scripts" / "library_agents.py")
 """For those that are libraries: a small agent in each, run by the interpreter that has it."""
+LIBRARY_DEMO = (
+    Step("run", {"command": "pwd && cat {file}"}),
+    Step("write", {"path": "{folder}/{file}", "text": "{text}"}),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +54,11 @@ class Harness:
     """Its settings, by path."""
     side_calls: str = "none"
     """The model calls it makes besides its own loop, in words."""
+    demo: tuple[Step | str, ...] = ()
+    """How a policy that knows its tools looks at `{file}` in `{folder}` and puts the line `{new}` in place of `{old}`, reply by
+    reply: a tool call, or the words of one. `{text}` is the file as it shall be, `{quoted}` the same in Python."""
+    closes: bool = True
+    """Whether it asks for a last word, after its last tool call."""
 
     @property
     def folder(self) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from longrein.harnesses.harness import LIBRARY_AGENTS, Harness
+from longrein.harnesses.harness import LIBRARY_AGENTS, LIBRARY_DEMO, Harness
 from longrein.harnesses.package import PyPI
 
 HARNESS = Harness(
@@ -12,4 +12,5 @@ HARNESS = Harness(
     executable="python",
     arguments=(LIBRARY_AGENTS, "langgraph", "{instruction}"),
     env={"LANGSMITH_TRACING": "false"},
+    demo=LIBRARY_DEMO,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from longrein.harnesses.harness import Harness
+from longrein.harnesses.harness import Harness, Step
 from longrein.harnesses.package import PyPI
 
 HARNESS = Harness(
@@ -18,4 +18,10 @@ HARNESS = Harness(
         "OPENAI_API_BASE": "{base_url}",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     },
+    demo=(
+        Step("bash", {"command": "pwd && cat {file}"}),
+        Step("bash", {"command": "sed -i 's/^{old}$/{new}/' {file}"}),
+        Step("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}),
+    ),
+    closes=False,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from longrein.harnesses.harness import Harness
+from longrein.harnesses.harness import Harness, Step
 from longrein.harnesses.package import Npm
 
 _SETTINGS = {
@@ -37,4 +37,9 @@ HARNESS = Harness(
     },
     files={"~/.config/opencode/opencode.json": json.dumps(_SETTINGS)},
     side_calls="a title, without tools",
+    demo=(
+        Step("bash", {"command": "pwd && cat {file}", "description": "Look at the file"}),
+        Step("read", {"filePath": "{folder}/{file}"}),
+        Step("edit", {"filePath": "{folder}/{file}", "oldString": "{old}", "newString": "{new}"}),
+    ),
 )

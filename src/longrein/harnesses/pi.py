@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from longrein.harnesses.harness import Harness
+from longrein.harnesses.harness import Harness, Step
 from longrein.harnesses.package import Npm
 
 _MODELS = {
@@ -26,4 +26,8 @@ HARNESS = Harness(
     arguments=("--provider", "longrein", "--model", "{model}", "--no-session", "--mode", "json", "-p", "{instruction}"),
     env={"PI_OFFLINE": "1", "PI_TELEMETRY": "0", "PI_SKIP_VERSION_CHECK": "1", "PI_CODING_AGENT_DIR": "{home}/.pi/agent"},
     files={"~/.pi/agent/models.json": json.dumps(_MODELS)},
+    demo=(
+        Step("bash", {"command": "pwd && cat {file}"}),
+        Step("edit", {"path": "{folder}/{file}", "edits": [{"oldText": "{old}", "newText": "{new}"}]}),
+    ),
 )

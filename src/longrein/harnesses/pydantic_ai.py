@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from longrein.harnesses.harness import LIBRARY_AGENTS, Harness
+from longrein.harnesses.harness import LIBRARY_AGENTS, LIBRARY_DEMO, Harness
 from longrein.harnesses.package import PyPI
 
 HARNESS = Harness(
@@ -11,4 +11,5 @@ HARNESS = Harness(
     package=PyPI("pydantic-ai-slim", "2.66.0", extras="[openai]"),
     executable="python",
     arguments=(LIBRARY_AGENTS, "pydantic-ai", "{instruction}"),
+    demo=LIBRARY_DEMO,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from longrein.harnesses.harness import Harness
+from longrein.harnesses.harness import Harness, Step
 from longrein.harnesses.package import Npm
 
 _SETTINGS = {
@@ -24,4 +24,11 @@ HARNESS = Harness(
     arguments=("--yolo", "--auth-type", "openai", "--output-format", "json", "--prompt", "{instruction}"),
     files={"~/.qwen/settings.json": json.dumps(_SETTINGS)},
     side_calls="none; its history starts with a reply that no model wrote",
+    demo=(
+        Step(
+            "run_shell_command", {"command": "pwd && cat {file}", "description": "Look at the file", "is_background": False}
+        ),
+        Step("read_file", {"file_path": "{folder}/{file}"}),
+        Step("edit", {"file_path": "{folder}/{file}", "old_string": "{old}", "new_string": "{new}"}),
+    ),
 )

@@ -11,4 +11,10 @@ HARNESS = Harness(
     package=PyPI("smolagents", "1.26.0", extras="[openai]"),
     executable="python",
     arguments=(LIBRARY_AGENTS, "smolagents", "{instruction}"),
+    demo=(
+        "Thought: I look.\n<code>\nprint(run(command='cat {file}'))\n</code>",
+        "Thought: I write.\n<code>\nprint(write(path='{file}', text={quoted}))\n</code>",
+        'Thought: I am done.\n<code>\nfinal_answer("It is mended.")\n</code>',
+    ),
+    closes=False,
 )
