@@ -114,7 +114,7 @@ def check(
         known = harness(command[0]).settings()
     elif len(command) == 1 and command[0] in PROGRAMS:
         known = {"command": PROGRAMS[command[0]]}
-    command = known.get("command", list(command))
+    command = list(known.get("command", command))
     recorder = _recorder(model, script)
     rollout = recorder.open("check", seed=0)
     box = chosen(sandbox)

@@ -52,7 +52,7 @@ class Graphs:
         self.slots, self.stems, self.device = slots, stems, device
         self.captured: dict[Shape, _Graph] = {}
         self._forward = forward
-        self._pool: object | None = None
+        self._pool: Any = None
         self._memory: tuple[int, int] = (-1, -1)
         self._failed = False
 

@@ -56,9 +56,11 @@ def packed_hidden(model: nn.Module, tree: PrefixTree, *, backend: str = "auto", 
         return _hidden(model, tree, backend, compiled)
     if next(decoder.parameters()).device.type != "cuda" or not can_compile() or decoder in _uncompilable:
         return _hidden(model, tree, backend)
+    from torch._dynamo.exc import TorchDynamoException
+
     try:
         return _hidden(model, tree, backend, compiled=True)
-    except torch._dynamo.exc.TorchDynamoException as error:
+    except TorchDynamoException as error:
         _uncompilable.add(decoder)
         logger.warning("the layers of %s run as they are, since they do not compile: %s", type(decoder).__name__, error)
         return _hidden(model, tree, backend)

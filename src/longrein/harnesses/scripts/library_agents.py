@@ -4,6 +4,8 @@ It is run by the library's own interpreter, where longrein is not installed: the
 imports. The model is where `OPENAI_BASE_URL` says; the agent works in the folder it is started in.
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import os
