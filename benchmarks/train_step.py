@@ -81,8 +81,8 @@ def cut(row: Row) -> Row:
 
 
 class Bench:
-    def __init__(self, device: str, rounds: int, *, compiled: bool | None = None) -> None:
-        self.device, self.rounds = device, rounds
+    def __init__(self, device: str, rounds: int, sizes: dict[str, int], *, compiled: bool | None = None) -> None:
+        self.device, self.rounds, self.sizes = device, rounds, sizes
         self.base = make_model(device)
         folder = tempfile.mkdtemp()
         self.ours, self.trl = Ours(self.base, folder, device, compiled=compiled), Trl(self.base, folder, device)
@@ -95,7 +95,7 @@ class Bench:
         self.vocabulary = self.base.config.vocab_size
 
     def workload(self, name: str) -> dict[str, Any]:
-        rows = rows_of(name, self.device, self.vocabulary)
+        rows = rows_of(name, self.device, self.vocabulary, **self.sizes)
         values = Values(rows, self.vocabulary)
         batch = self.ours.prepare(rows, values)
         self.micro = self.micro or self._fastest(rows, values)
@@ -224,11 +224,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", choices=[*WORKLOADS, "growth", "check"])
     parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, help="our layers; unsaid, on a GPU")
+    parser.add_argument("--reply", type=int, help="tokens that the agent writes in a turn, in the mean")
+    parser.add_argument("--observation", type=int, help="tokens that it reads after each, in the mean")
     parser.add_argument("--threads", type=int, default=1, help="of a CPU")
     asked = parser.parse_args(arguments)
     if asked.device == "cpu":
         torch.set_num_threads(asked.threads)
-    bench = Bench(asked.device, asked.rounds, compiled=asked.compiled)
+    sizes = {name: getattr(asked, name) for name in ("reply", "observation") if getattr(asked, name) is not None}
+    bench = Bench(asked.device, asked.rounds, sizes, compiled=asked.compiled)
     about = machine() | {"matrix_gflops": f"{bench.rate / 1e9:.0f}"}
     if not asked.json:
         print(", ".join(f"{name} {value}" for name, value in about.items()), flush=True)

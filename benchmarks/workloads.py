@@ -143,10 +143,8 @@ WORKLOADS: dict[str, Callable[[Maker], list[Row]]] = {
 }
 
 
-def rows_of(name: str, device: str, vocabulary: int, *, seed: int = 0, rollouts: int | None = None) -> list[Row]:
-    """The rows of a workload; on a GPU none is longer than 20,000 tokens."""
-    size = SIZES[device][name]
-    if rollouts is not None:
-        size = size._replace(rollouts=rollouts)
+def rows_of(name: str, device: str, vocabulary: int, *, seed: int = 0, **sizes: int) -> list[Row]:
+    """The rows of a workload, of other sizes where they are given; on a GPU none is longer than 20,000 tokens."""
+    size = SIZES[device][name]._replace(**sizes)
     made = WORKLOADS[name](Maker(size, vocabulary, seed))
     return [Row(row.ids[:20_000], row.mask[:20_000], row.rollout) for row in made]
