@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING
 
-from longrein.harnesses.harness import Harness
-from longrein.harnesses.outcome import HarnessError
+if TYPE_CHECKING:
+    from longrein.harnesses.harness import Harness
 
 FILES = {
     "pi": "pi",
@@ -26,6 +27,8 @@ FILES = {
 def harness(name: str) -> Harness:
     """The program of that name."""
     if name not in FILES:
+        from longrein.harnesses.outcome import HarnessError
+
         raise HarnessError(f"there is no program {name!r} that longrein knows; it knows {', '.join(FILES)}")
     return importlib.import_module(f"longrein.harnesses.{FILES[name]}").HARNESS
 

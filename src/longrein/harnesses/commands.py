@@ -7,12 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from longrein.contract import LongreinError
 from longrein.harnesses.catalog import FILES, harness, harnesses
-from longrein.harnesses.package import cache
 
 app = typer.Typer(help="Agent programs that longrein knows by name.", no_args_is_help=True)
 
@@ -20,6 +17,11 @@ app = typer.Typer(help="Agent programs that longrein knows by name.", no_args_is
 @app.command("list")
 def list_() -> None:
     """The programs, the dialect each speaks, and which version is installed."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from longrein.harnesses.package import cache
+
     table = Table(caption=f"installed in {cache()}", caption_justify="left")
     for column in ("program", "dialect", "package", "pinned", "installed", "side calls"):
         table.add_column(column, no_wrap=column in ("program", "dialect"))
@@ -55,6 +57,7 @@ def bench(
     from transformers import AutoTokenizer
 
     from longrein.harnesses.demonstration import demonstrate
+    from longrein.harnesses.package import cache
     from longrein.rendering import rendering_for
 
     chosen = [harness(name) for name in names] if names else [known for known in harnesses() if known.installed()]

@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,51 +30,13 @@ from longrein.envs.harness import HarnessEnv
 from longrein.envs.hunt import TreasureHunt
 from longrein.noise import derive
 from longrein.runs.schema import FILE
-from longrein.training.advantages import AdvantageName
 from longrein.training.config import GRPOEnvConfig
 from longrein.training.keeper import RunKeeper
+from longrein.training.settings import HUNTS, Settings
 from longrein.training.trainer import GRPOEnvTrainer
 from longrein.training.trials import Collected, EnvironmentCache, collect, environment_class
 
 logger = logging.getLogger(__name__)
-
-HUNTS = ("longrein.envs.TreasureHunt", "longrein.envs.hunt.TreasureHunt")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Everything a training job can be told."""
-
-    model: str
-    """A folder or hub name of a causal model with a chat template."""
-    env: str = "longrein.envs.TreasureHunt"
-    env_config: dict[str, Any] = field(default_factory=dict)
-    tasks: str | None = None
-    """A JSONL or parquet file, a folder saved by `datasets`, or a hub name; unsaid, the environment makes its own."""
-    steps: int = 44
-    tasks_per_step: int = 8
-    num_generations: int = 8
-    micro_batch: int = 64
-    """Rollouts a forward and backward pass."""
-    learning_rate: float = 1e-6
-    beta: float = 0.0
-    loss_type: str = "dapo"
-    advantages: AdvantageName = "group"
-    temperature: float = 1.0
-    lora_rank: int = 0
-    heldout: int = 128
-    """Tasks kept for the before / after table."""
-    program_share: float = 0.0
-    """How many of the hunts are played by the ReAct program in a process of its own, rather than by the environment."""
-    sandbox: str = "auto"
-    """Of agent programs whose `env_config` does not say: `auto`, `bubblewrap` or `none`."""
-    seed: int = 0
-    vllm: tuple[str, ...] = ()
-    """Urls of `longrein serve-vllm` servers of this model that sample; unsaid, the trained model itself does."""
-    vllm_folder: str | None = None
-    """Where weights pass on their way to servers on other machines; unsaid, they go through shared memory."""
-    report_to: tuple[str, ...] = ()
-    resume: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +134,7 @@ def make_trainer(settings: Settings, agent: Agent, rows: Any, folder: Path) -> G
         gradient_accumulation_steps=batch // micro,
         num_generations=settings.num_generations,
         max_steps=settings.steps,
-        learning_rate=settings.learning_rate,
+        learning_rate=settings.rate,
         lr_scheduler_type="linear",
         warmup_steps=min(5, settings.steps // 10),
         max_grad_norm=0.3,  # one update a batch has no clipped ratio to hold it: a rare bad batch must not undo the policy

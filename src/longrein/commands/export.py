@@ -1,0 +1,48 @@
+"""`longrein export`: a run's rollouts as training data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from longrein.commands.common import newest_run
+
+
+def export(
+    run: Annotated[Path | None, typer.Argument(help="The run folder. Unsaid: the newest under runs/.")] = None,
+    to: Annotated[
+        Path | None,
+        typer.Option(help="A .jsonl or .parquet file. Unsaid: a .jsonl file in the run folder, named after the format."),
+    ] = None,
+    format: Annotated[str, typer.Option(help="messages, prompt-completion, preference or tokens.")] = "messages",
+    min_reward: Annotated[float | None, typer.Option(help="Only rollouts with this reward or more.")] = None,
+    solved: Annotated[bool, typer.Option("--solved", help="Only rollouts that solved their task.")] = False,
+    env: Annotated[str | None, typer.Option(help="Only rollouts of this environment, by its class name.")] = None,
+    phase: Annotated[
+        str, typer.Option(help="train, eval, before, after, or all: held-out tasks are not in train.")
+    ] = "train",
+    min_step: Annotated[int | None, typer.Option(help="Only rollouts of this step and later.")] = None,
+) -> None:
+    """Write a run's rollouts as training data for other trainers.
+
+    Examples: `longrein export` · `longrein export runs/latest --solved --to good.parquet` ·
+    `longrein export runs/latest --format prompt-completion --min-reward 0.5`
+    """
+    from longrein.runs import Run
+    from longrein.runs.export import export as write
+    from longrein.runs.reader import Filter
+
+    source = Run(run or newest_run())
+    path = to or source.folder / f"{format}.jsonl"
+    chosen = Filter(
+        phase=None if phase == "all" else phase,
+        env=env,
+        min_reward=min_reward,
+        solved=solved or None,
+        min_step=min_step,
+        failed=False,
+    )
+    count = write(source, path, format=format, of=chosen)
+    print(f"{count} examples in {path}")

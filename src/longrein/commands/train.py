@@ -1,0 +1,146 @@
+"""`longrein train`: a run from a file, from flags, or from both."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+import typing
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from longrein.commands.common import checked_sandbox, import_from, json_object, model_folder, new_run_folder, point_latest
+from longrein.contract import LongreinError
+from longrein.training.settings import (
+    HUNTS,
+    Settings,
+    read_run_file,
+    refuse_unknown,
+    saved_settings,
+    setting_types,
+    settings_from,
+)
+
+EXAMPLES = """Train a policy and compare it before and after on held-out tasks.
+
+A run is a TOML file, flags, or both: a flag wins over the file. Every flag below is a setting of a run file too, written with _ for -.
+
+Examples: `longrein train` · `longrein train run.toml --seed 1` ·
+`longrein train --model Qwen/Qwen3-0.6B --env my_envs.Shop --steps 100` ·
+`longrein train --harness codex --env longrein.envs.RepoEnv --model ./my-model` · `longrein train --resume runs/latest`
+"""
+
+
+def command(
+    context: typer.Context,
+    run_file: Annotated[Path | None, typer.Argument(help="A TOML file of the settings below.", show_default=False)] = None,
+    config: Annotated[Path | None, typer.Option(help="The same, as an option.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with a run that was stopped, with the settings it had; flags still win.")
+    ] = None,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="A run of a minute, to see that a model loads, plays and trains.")
+    ] = False,
+    **flags: Any,
+) -> None:
+    if run_file is not None and config is not None and run_file != config:
+        raise LongreinError(f"two run files are named, {run_file} and {config}; a run has one")
+    run_file = run_file or config
+    said = {name: value for name, value in flags.items() if _was_said(context, name)}
+    if "env_config" in said:
+        said["env_config"] = json_object(said["env_config"], "--env-config")
+    if run_file is not None:
+        import_from(run_file.parent)
+    if resume is not None:
+        settings = replace(settings_from(saved_settings(resume), said), resume=True, out=str(resume))
+    else:
+        settings = settings_from({} if run_file is None else read_run_file(run_file), said)
+    checked_sandbox(settings.sandbox)
+    _run(_smoke(settings) if smoke else settings, run_file)
+
+
+def _run(settings: Settings, run_file: Path | None) -> None:
+    from longrein.display import TrainDisplay
+
+    with TrainDisplay() as display:
+        display.note("loading")
+        _check_names(settings)
+        from longrein.training.job import train
+
+        settings = replace(settings, model=model_folder(settings.model, display.note))
+        if settings.vllm_folder is not None:  # servers have working folders of their own
+            settings = replace(settings, vllm_folder=str(Path(settings.vllm_folder).absolute()))
+        folder = Path(settings.out) if settings.out else new_run_folder(f"seed{settings.seed}")
+        try:
+            summary = train(settings, folder, progress=display.event)
+        except KeyboardInterrupt:
+            raise typer.Exit(_say_how_to_go_on(folder, run_file)) from None
+        point_latest(folder)
+        display.summary(summary, folder)
+
+
+def _check_names(settings: Settings) -> None:
+    """Refuse names that only the trainer knows before anything is loaded for it."""
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    from longrein.training.advantages import AdvantageName
+
+    if settings.advantages not in (known := typing.get_args(AdvantageName)):
+        raise LongreinError(f"advantages is {settings.advantages!r}; it must be one of {', '.join(known)}")
+    refuse_unknown(settings.report_to, [*INTEGRATION_TO_CALLBACK, "all", "none"], "report_to, TRL's list of trackers,")
+
+
+def _smoke(settings: Settings) -> Settings:
+    """A few small steps; hunts are made short, with text actions, so that any instruct model may find a coin."""
+    short = {"actions": "text", "min_hops": 1, "max_hops": 1, "max_turns": 2, "max_tokens": 192, "max_reply_tokens": 12}
+    config = {**(short if settings.env in HUNTS else {}), **settings.env_config}
+    return replace(settings, env_config=config, steps=3, tasks_per_step=2, num_generations=4, micro_batch=8, heldout=4)
+
+
+def _say_how_to_go_on(folder: Path, run_file: Path | None) -> int:
+    saved = any(folder.glob("checkpoints/checkpoint-*"))
+    # The run file's folder is where the modules it names are; its settings are in the run already.
+    beside = "" if run_file is None or run_file.parent.resolve() == Path.cwd() else f"{run_file} "
+    then = f"go on with: longrein train {beside}--resume {folder}" if saved else "nothing was trained yet"
+    print(f"\nlongrein: stopped; {then}", file=sys.stderr)
+    return 130
+
+
+def _was_said(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _flags() -> list[inspect.Parameter]:
+    """The settings as typer takes them."""
+    kinds = setting_types()
+    made = []
+    for one in (one for one in fields(Settings) if one.metadata):
+        kind, default = kinds[one.name], one.default
+        if typing.get_origin(kind) is dict:
+            kind, default = str, "{}"
+        elif typing.get_origin(kind) is tuple:
+            kind, default = list[str], []
+        bounds = {} if _plain(kind) is str else {"min": one.metadata["least"], "max": one.metadata["most"]}
+        option = typer.Option(
+            help=one.metadata["help"], **{key: value for key, value in bounds.items() if value is not None}
+        )
+        made.append(
+            inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+        )
+    return made
+
+
+def _plain(kind: Any) -> Any:
+    return typing.get_args(kind)[0] if isinstance(kind, types.UnionType) else kind
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command, its flags made of the table of settings."""
+    own = inspect.signature(command, eval_str=True)
+    kept = [one for one in own.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    command.__signature__ = own.replace(parameters=[*kept, *_flags()])  # type: ignore[attr-defined]
+    app.command("train", help=EXAMPLES)(command)
