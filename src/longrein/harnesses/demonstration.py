@@ -120,7 +120,7 @@ def demonstrate(
     return Demonstration(harness, version, reward, rollout, traffic, outcome, seconds)
 
 
-def unique_tokens(rows: Sequence[Sequence[int]]) -> int:
+def unique_tokens(rows: Sequence[list[int]]) -> int:
     """How many tokens a forward pass reads that reads a shared beginning once.
 
     >>> unique_tokens([[1, 2, 3], [1, 2, 4, 5], [1, 2, 3]])
