@@ -21,7 +21,8 @@ class Agent:
     >>> agent = Agent.from_pretrained("Qwen/Qwen3-0.6B", sampling=Sampling(max_tokens=256))     # doctest: +SKIP
     >>> Agent(model, tokenizer)                                                                 # doctest: +SKIP
 
-    Without `engine` the model samples in this process. `renderer` and `template_kwargs` are those of `rendering_for`.
+    Without `engine` the model samples in this process. `renderer` and `template_kwargs` are those of `rendering_for`;
+    `rendering` takes its place.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Agent:
         engine: Engine | None = None,
         sampling: Sampling | None = None,
         renderer: str | None = None,
+        rendering: Rendering | None = None,
         history: History = "sampled",
         seed: int = 0,
         **template_kwargs: Any,
@@ -40,7 +42,7 @@ class Agent:
             raise LongreinError("an Agent needs a model to sample from, or an engine that has one")
         self.policy_model = model
         self.tokenizer = tokenizer
-        self.rendering: Rendering = rendering_for(tokenizer, renderer, **template_kwargs)
+        self.rendering: Rendering = rendering or rendering_for(tokenizer, renderer, **template_kwargs)
         if engine is None:
             from longrein.engines.transformers import TransformersEngine
 

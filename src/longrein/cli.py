@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from longrein.commands import train
+from longrein.commands import evaluate, train
 from longrein.commands.check import check
 from longrein.commands.export import export
 from longrein.commands.serve_vllm import serve_vllm
@@ -29,6 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 train.register(app)
+evaluate.register(app)
 for command in (check, view, export, serve_vllm):
     app.command()(command)
 app.add_typer(harness_commands.app, name="harness")

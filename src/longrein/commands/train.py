@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
-import types
 import typing
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from longrein.commands.common import checked_sandbox, import_from, json_object, model_folder, new_run_folder, point_latest
+from longrein.commands.common import checked_sandbox, import_from, model_folder, new_run_folder, point_latest
+from longrein.commands.flags import said, with_settings
 from longrein.contract import LongreinError
 from longrein.training.settings import (
     HUNTS,
@@ -20,7 +19,6 @@ from longrein.training.settings import (
     read_run_file,
     refuse_unknown,
     saved_settings,
-    setting_types,
     settings_from,
 )
 
@@ -49,15 +47,13 @@ def command(
     if run_file is not None and config is not None and run_file != config:
         raise LongreinError(f"two run files are named, {run_file} and {config}; a run has one")
     run_file = run_file or config
-    said = {name: value for name, value in flags.items() if _was_said(context, name)}
-    if "env_config" in said:
-        said["env_config"] = json_object(said["env_config"], "--env-config")
+    chosen = said(context, flags)
     if run_file is not None:
         import_from(run_file.parent)
     if resume is not None:
-        settings = replace(settings_from(saved_settings(resume), said), resume=True, out=str(resume))
+        settings = replace(settings_from(saved_settings(resume), chosen), resume=True, out=str(resume))
     else:
-        settings = settings_from({} if run_file is None else read_run_file(run_file), said)
+        settings = settings_from({} if run_file is None else read_run_file(run_file), chosen)
     checked_sandbox(settings.sandbox)
     _run(_smoke(settings) if smoke else settings, run_file)
 
@@ -109,38 +105,5 @@ def _say_how_to_go_on(folder: Path, run_file: Path | None) -> int:
     return 130
 
 
-def _was_said(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
-
-
-def _flags() -> list[inspect.Parameter]:
-    """The settings as typer takes them."""
-    kinds = setting_types()
-    made = []
-    for one in (one for one in fields(Settings) if one.metadata):
-        kind, default = kinds[one.name], one.default
-        if typing.get_origin(kind) is dict:
-            kind, default = str, "{}"
-        elif typing.get_origin(kind) is tuple:
-            kind, default = list[str], []
-        bounds = {} if _plain(kind) is str else {"min": one.metadata["least"], "max": one.metadata["most"]}
-        option = typer.Option(
-            help=one.metadata["help"], **{key: value for key, value in bounds.items() if value is not None}
-        )
-        made.append(
-            inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
-        )
-    return made
-
-
-def _plain(kind: Any) -> Any:
-    return typing.get_args(kind)[0] if isinstance(kind, types.UnionType) else kind
-
-
 def register(app: typer.Typer) -> None:
-    """Add the command, its flags made of the table of settings."""
-    own = inspect.signature(command, eval_str=True)
-    kept = [one for one in own.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
-    command.__signature__ = own.replace(parameters=[*kept, *_flags()])  # type: ignore[attr-defined]
-    app.command("train", help=EXAMPLES)(command)
+    app.command("train", help=EXAMPLES)(with_settings(command))

@@ -1,0 +1,197 @@
+"""`longrein eval`: how well a model or an endpoint does, and whether one does better than another."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from longrein.commands.common import checked_sandbox, import_from, model_folder, new_run_folder, point_latest
+from longrein.commands.flags import said, with_settings
+from longrein.contract import LongreinError
+from longrein.training.settings import Settings, read_run_file, settings_from
+
+if TYPE_CHECKING:
+    from longrein.agents import Agent
+
+NAMES = ("model", "env", "env_config", "harness", "verify", "tasks", "temperature", "sandbox", "seed", "out")
+"""The settings that an evaluation has, too."""
+SOME_FAILED = 3
+EXAMPLES = """Play tasks with a model or an OpenAI-compatible endpoint, many at once, and tell how well it does.
+
+Success with Wilson's interval, mean reward and pass@k (unbiased) with a bootstrap over tasks; the rollouts are in a run folder, for
+`longrein view`. A run file gives the settings that it shares with training. Exit code 3 when some rollouts failed on our side.
+
+Examples: `longrein eval --model runs/latest/model --rollouts 4` · `longrein eval run.toml --heldout --model runs/latest/model` ·
+`longrein eval --endpoint https://api.example.com/v1 --model some-model --key-env EXAMPLE_API_KEY --env longrein.envs.Calculator` ·
+`longrein eval --compare runs/a/eval.json runs/b/eval.json`
+"""
+
+
+def command(
+    context: typer.Context,
+    run_file: Annotated[Path | None, typer.Argument(help="A run file, as of `longrein train`.", show_default=False)] = None,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(help="Base url of an OpenAI-compatible endpoint that has --model, such as http://127.0.0.1:8000/v1."),
+    ] = None,
+    key_env: Annotated[str, typer.Option(help="The variable that holds the endpoint's key.")] = "OPENAI_API_KEY",
+    count: Annotated[int, typer.Option(min=1, help="Tasks to play, of those that there are.")] = 128,
+    heldout: Annotated[
+        bool, typer.Option("--heldout", help="Play the tasks that training with these settings keeps for its table.")
+    ] = False,
+    rollouts: Annotated[int, typer.Option(min=1, help="Rollouts of each task; pass@k is told up to this k.")] = 1,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Rollouts at a time. Unsaid: 256, and 8 programs.", show_default=False)
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option(help="Two results to compare task by task, instead of playing.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
+    **flags: Any,
+) -> None:
+    if compare is not None:
+        _compare(*compare, as_json=as_json)
+        return
+    if run_file is not None:
+        import_from(run_file.parent)
+    from_file = {} if run_file is None else read_run_file(run_file)
+    from_file.pop("out", None)  # the run's, not the evaluation's
+    settings = settings_from(from_file, said(context, flags))
+    checked_sandbox(settings.sandbox)
+    if endpoint is not None and "model" not in {**from_file, **said(context, flags)}:
+        raise LongreinError(f"--endpoint is {endpoint!r} and no --model is said: which of its models is to be evaluated?")
+    folder = Path(settings.out) if settings.out else new_run_folder("eval")
+    results = _evaluate(
+        settings, folder, endpoint, key_env, heldout=heldout, count=count, rollouts=rollouts, concurrency=concurrency
+    )
+    point_latest(folder)
+    if as_json:
+        print(json.dumps({**results, "folder": str(folder)}))
+    else:
+        from longrein.display import show_evaluation
+
+        show_evaluation(results, folder)
+    if not results["complete"]:
+        raise typer.Exit(130)
+    overall = results["overall"]
+    if overall["failed"] == overall["rollouts"]:
+        print(f"longrein: every rollout failed; the first cause: {overall['first_failure']}", file=sys.stderr)
+        raise typer.Exit(1)
+    raise typer.Exit(SOME_FAILED if overall["failed"] else 0)
+
+
+def _evaluate(
+    settings: Settings,
+    folder: Path,
+    endpoint: str | None,
+    key_env: str,
+    *,
+    heldout: bool,
+    count: int,
+    rollouts: int,
+    concurrency: int | None,
+) -> dict[str, Any]:
+    from longrein.display import EvalDisplay
+    from longrein.evaluation import RESULTS, evaluate, with_concurrency
+
+    with EvalDisplay() as display:
+        rows = with_concurrency(_rows(settings, count, heldout), concurrency)
+        agent, pieces = _agent(settings, endpoint, os.environ.get(key_env), display.note)
+        about = {name: getattr(settings, name) for name in NAMES} | {"endpoint": endpoint, "rollouts": rollouts}
+        display.start(len(rows) * rollouts)
+        try:
+            return evaluate(agent, rows, folder, rollouts=rollouts, pieces=pieces, about=about, progress=display.finished)
+        except KeyboardInterrupt:
+            results = json.loads((folder / RESULTS).read_text())
+            played = results["overall"]["rollouts"]
+            display.note(
+                f"stopped after {played} of {len(rows) * rollouts} rollouts; their figures are in {folder / RESULTS}"
+            )
+            return results
+        finally:
+            agent.engine.close()
+
+
+def _rows(settings: Settings, count: int, heldout: bool) -> list[dict[str, Any]]:
+    from longrein.envs.environment import Environment
+    from longrein.noise import derive
+    from longrein.training.trials import environment_class
+
+    if heldout:
+        from longrein.training.job import datasets_of
+
+        return datasets_of(settings)[1][:count]
+    if settings.tasks is not None:
+        from longrein.envs.datasets import load_tasks
+
+        loaded = load_tasks(settings.tasks, env_class_path=settings.env, env_config=settings.env_config)
+        rows = [dict(row) for row in loaded][:count]
+    else:
+        cls = environment_class(settings.env)
+        if not issubclass(cls, Environment):
+            raise LongreinError(f"{settings.env} makes no tasks of its own; name a dataset (`--tasks`)")
+        cls.check_config(settings.env_config)
+        made = cls.tasks(count, seed=derive(settings.seed, "evaluation"), env_config=settings.env_config)
+        rows = [{"env_class_path": settings.env, "env_config": settings.env_config, "task_data": task} for task in made]
+    if settings.sandbox == "auto":
+        return rows
+    from longrein.envs.harness import HarnessEnv
+
+    programs = {path for path in {row["env_class_path"] for row in rows} if issubclass(environment_class(path), HarnessEnv)}
+    own = {"sandbox": settings.sandbox}
+    return [{**row, "env_config": own | row["env_config"]} if row["env_class_path"] in programs else row for row in rows]
+
+
+def _agent(settings: Settings, endpoint: str | None, key: str | None, note: Any) -> tuple[Agent, Any]:
+    from longrein.agents import Agent
+    from longrein.contract import Sampling
+
+    sampling = Sampling(temperature=settings.temperature)
+    if endpoint is not None:
+        from longrein.engines.endpoint import EndpointEngine, Words
+
+        words: Any = Words()
+        engine = EndpointEngine(endpoint, settings.model, words, key=key)
+        return Agent(None, words, engine=engine, rendering=words, sampling=sampling, seed=settings.seed), words.pieces
+    note(f"loading {settings.model}")
+    from longrein.runs.pieces import Pieces
+
+    agent = load_agent(model_folder(settings.model, note), sampling=sampling, seed=settings.seed)
+    return agent, Pieces(agent.tokenizer)
+
+
+def load_agent(model: str, **kwargs: Any) -> Agent:
+    """A model to use and not to train: on the GPU, in half precision, where there is one."""
+    import torch
+
+    from longrein.agents import Agent
+
+    gpu = torch.cuda.is_available()
+    agent = Agent.from_pretrained(model, dtype=torch.bfloat16 if gpu else None, **kwargs)
+    if gpu and agent.policy_model is not None:
+        agent.policy_model.to("cuda")  # type: ignore[arg-type]
+    if agent.tokenizer.pad_token_id is None:
+        agent.tokenizer.pad_token = agent.tokenizer.eos_token
+    return agent
+
+
+def _compare(first: Path, second: Path, *, as_json: bool) -> None:
+    from longrein.evaluation import read_results
+    from longrein.figures import compared
+
+    comparison = compared(read_results(first)[1], read_results(second)[1])
+    if as_json:
+        print(json.dumps({"a": str(first), "b": str(second), **comparison}))
+        return
+    from longrein.display import show_comparison
+
+    show_comparison(comparison, first, second)
+
+
+def register(app: typer.Typer) -> None:
+    app.command("eval", help=EXAMPLES)(with_settings(command, NAMES))
