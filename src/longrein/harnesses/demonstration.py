@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from longrein.contract import Message, Tool
-from longrein.engines.scripted import ScriptedEngine
+from longrein.engines.scripted import Script, ScriptedEngine
 from longrein.harnesses.harness import Harness, Step
 from longrein.harnesses.outcome import Outcome
 from longrein.harnesses.process import ProcessSessionFactory
@@ -93,10 +93,16 @@ class Policy:
 
 
 def demonstrate(
-    harness: Harness, rendering: Rendering, *, line: str = RIGHT, timeout: float = 120.0, engine: Any = ScriptedEngine
+    harness: Harness,
+    rendering: Rendering,
+    *,
+    line: str = RIGHT,
+    policy: Script | None = None,
+    timeout: float = 120.0,
+    engine: type[ScriptedEngine] = ScriptedEngine,
 ) -> Demonstration:
-    """Play the episode; `line` is what the policy puts in place of the broken one."""
-    recorder = Recorder(engine(Policy(harness, line), rendering), rendering)
+    """Play the episode; `line` is what the policy puts in place of the broken one, unless another `policy` is given."""
+    recorder = Recorder(engine(policy or Policy(harness, line), rendering), rendering)
     settings = harness.settings()
     settings["files"][FILE] = BROKEN
     with InterceptionServer() as server:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from longrein.contract import Sampled, SampleRequest
+from longrein.contract import Message, Sampled, SampleRequest, Tool
 from longrein.engines.scripted import ScriptedEngine
 from longrein.harnesses.catalog import FILES, harness
-from longrein.harnesses.demonstration import WRONG, Demonstration, demonstrate
+from longrein.harnesses.demonstration import OLD, RIGHT, WRONG, Demonstration, demonstrate
 from longrein.harnesses.harness import Harness
 
 FIRST = ("pi", "codex", "claude-code", "gemini-cli")
@@ -69,3 +73,56 @@ def test_a_program_that_is_led_wrong_gets_nothing(name: str, known: Harness, ren
     played = demonstrate(known, rendering("qwen3"), line=WRONG)
     assert (played.reward, played.outcome.exit_code, played.traffic.failure) == (0.0, 0, None), told(played)
     assert len(played.rollout.calls) >= 3
+
+
+def call(tool: str, **arguments: Any) -> Message:
+    function = {"name": tool, "arguments": json.dumps(arguments)}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+
+
+@pytest.mark.parametrize("name", ["claude-code"])
+def test_a_sub_agent_is_a_branch_of_its_own(name: str, known: Harness, rendering: Any) -> None:
+    errand = "Look around for me."
+
+    def policy(messages: Sequence[Message], tools: Sequence[Tool]) -> Message:
+        done = sum(message["role"] == "tool" for message in messages)
+        if any(errand in message["content"] for message in messages if message["role"] == "user"):
+            look = call("Bash", command="cat calc.py", description="Look")
+            return look if done == 0 else {"role": "assistant", "content": "It subtracts."}
+        (folder,) = {found for m in messages for found in re.findall(r"Primary working directory: (\S+)", m["content"])}
+        path = f"{folder}/calc.py"
+        steps = [
+            call("Agent", description="Look", prompt=errand, subagent_type="general-purpose", run_in_background=False),
+            call("Read", file_path=path),
+            call("Edit", file_path=path, old_string=OLD, new_string=RIGHT),
+            {"role": "assistant", "content": "It adds now."},
+        ]
+        return steps[done]
+
+    played = demonstrate(known, rendering("qwen3"), policy=policy)
+    assert (played.reward, played.traffic.errors, played.outcome.exit_code) == (1.0, 0, 0), told(played)
+    rows = played.rollout.rows()
+    assert (len(rows), len(played.rollout.calls)) == (2, 6)
+    assert sum(row.agent_mask.sum() for row in rows) == played.rollout.agent_tokens == played.traffic.tokens
+
+
+@pytest.mark.parametrize("name", ["codex"])
+def test_a_compaction_starts_a_branch_and_its_summary_is_trained(name: str, known: Harness, rendering: Any) -> None:
+    limited = {path: f"model_auto_compact_token_limit = 1000\n{text}" for path, text in known.files.items()}
+    summary = "calc.py subtracts."
+    patch = f"*** Begin Patch\n*** Update File: calc.py\n@@\n-{OLD}\n+{RIGHT}\n*** End Patch\n"
+    steps = iter([call("exec_command", cmd="cat calc.py"), call("apply_patch", input=patch)])
+
+    def policy(messages: Sequence[Message], tools: Sequence[Tool]) -> Message:
+        if not tools:  # the compaction
+            return {"role": "assistant", "content": summary}
+        return next(steps, {"role": "assistant", "content": "It adds now."})
+
+    played = demonstrate(replace(known, files=limited), rendering("qwen3"), policy=policy)
+    assert (played.reward, played.traffic.errors, played.outcome.exit_code) == (1.0, 0, 0), told(played)
+    calls = list(played.rollout.calls.values())
+    compactions = [one for one in calls if one.reply["content"] == summary]
+    assert compactions
+    assert all(one.excluded is None and one.parent is None for one in compactions)
+    assert len(played.rollout.rows()) > len(compactions)
+    assert played.rollout.agent_tokens == played.traffic.tokens
