@@ -141,8 +141,17 @@ def test_what_cannot_be_answered_is_refused_in_words(given: Any, param: str, wor
 def test_a_stop_word_is_named(program: MakeProgram, stream: bool) -> None:
     client = MessagesClient(program(["one END two"]))
     client.user("count")
-    turn = client.ask(stream, stop_sequences=["STOP", "END"])
+    turn = client.ask(stream, stop_sequences=["STOP", "ND", "END"])
     assert (turn.text, turn.raw.stop_reason, turn.raw.stop_sequence) == ("one ", "stop_sequence", "END")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reply_says_why_it_ended(program: MakeProgram, stream: bool) -> None:
+    client = MessagesClient(program(lambda m, t: "one two three four"))
+    client.user("count")
+    assert client.ask(stream).raw.stop_reason == "end_turn"
+    client.user("again")
+    assert client.ask(stream, max_tokens=2).raw.stop_reason == "max_tokens"
 
 
 def test_the_sdk_counts_the_tokens_of_the_prompt_it_would_send(program: MakeProgram) -> None:
