@@ -17,6 +17,7 @@ import typer
 from longrein.commands import evaluate, train
 from longrein.commands.check import check
 from longrein.commands.export import export
+from longrein.commands.serve import serve
 from longrein.commands.serve_vllm import serve_vllm
 from longrein.commands.view import view
 from longrein.contract import LongreinError
@@ -30,7 +31,7 @@ app = typer.Typer(
 )
 train.register(app)
 evaluate.register(app)
-for command in (check, view, export, serve_vllm):
+for command in (check, view, export, serve, serve_vllm):
     app.command()(command)
 app.add_typer(harness_commands.app, name="harness")
 
