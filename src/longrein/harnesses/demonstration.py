@@ -109,7 +109,7 @@ def demonstrate(
         factory = ProcessSessionFactory(
             **settings,
             server=server,
-            verify=_verify,
+            verify=verify,
             recorder=recorder,
             timeout=timeout,
             limits=CallLimits(max_calls=MAX_CALLS),
@@ -142,7 +142,7 @@ def unique_tokens(rows: Sequence[list[int]]) -> int:
     return total
 
 
-def _verify(task: Any, outcome: Outcome) -> float:
+def verify(task: Any, outcome: Outcome) -> float:
     """The file is read, not run: it was written by a script of ours, or by a program gone astray."""
     left = outcome.workdir / FILE
     return float(left.is_file() and left.read_text() == BROKEN.replace(OLD, RIGHT))

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from longrein import Agent
 from longrein.contract import Message, Sampled, SampleRequest, Tool
 from longrein.engines.scripted import ScriptedEngine
+from longrein.envs import HarnessEnv
 from longrein.harnesses.catalog import FILES, harness
-from longrein.harnesses.demonstration import OLD, RIGHT, WRONG, Demonstration, demonstrate
+from longrein.harnesses.demonstration import BROKEN, FILE, INSTRUCTION, OLD, RIGHT, WRONG, Demonstration, Policy, demonstrate
 from longrein.harnesses.harness import Harness
 
 FIRST = ("pi", "codex", "claude-code", "gemini-cli")
@@ -73,6 +75,18 @@ def test_a_program_that_is_led_wrong_gets_nothing(name: str, known: Harness, ren
     played = demonstrate(known, rendering("qwen3"), line=WRONG)
     assert (played.reward, played.outcome.exit_code, played.traffic.failure) == (0.0, 0, None), told(played)
     assert len(played.rollout.calls) >= 3
+
+
+@pytest.mark.parametrize("name", ["pi"])
+def test_a_row_of_a_dataset_names_a_program(name: str, known: Harness, rendering: Any, tokenizer: Any) -> None:
+    config = {"program": name, "verify": "longrein.harnesses.demonstration.verify", "files": {FILE: BROKEN}}
+    engine = ScriptedEngine(Policy(known, RIGHT), rendering("qwen3"))
+    agent = Agent(None, tokenizer("qwen3"), engine=engine)
+    env = HarnessEnv(tokenizer=agent.tokenizer, env_config=config)
+    result = env.run_trial([{"instruction": INSTRUCTION}], agent, 1)
+    (rollout,) = result["rollouts"]
+    assert (rollout.failed, rollout.reward, rollout.turns) == (None, 1.0, 3)
+    assert result["padded_agent_mask"].sum() == rollout.agent_tokens
 
 
 def call(tool: str, **arguments: Any) -> Message:
