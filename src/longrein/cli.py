@@ -17,6 +17,7 @@ import typer
 from longrein.commands import evaluate, train
 from longrein.commands.check import check
 from longrein.commands.export import export
+from longrein.commands.init import init
 from longrein.commands.serve import serve
 from longrein.commands.serve_vllm import serve_vllm
 from longrein.commands.view import view
@@ -31,7 +32,7 @@ app = typer.Typer(
 )
 train.register(app)
 evaluate.register(app)
-for command in (check, view, export, serve, serve_vllm):
+for command in (check, view, export, serve, serve_vllm, init):
     app.command()(command)
 app.add_typer(harness_commands.app, name="harness")
 
