@@ -6,6 +6,7 @@ All three play the same rollouts: 8 tasks x 8 rollouts x 6 turns, the prompts of
 lengths that are drawn beforehand, and after each reply some tokens from the environment. Weights are random: only shapes cost time.
 `ratio_*` is tokens sampled a second over the other's; `cost_growth` is what a sampled token costs in the last turn over the first,
 where `context_growth` is how much longer the conversation has become. `cpu_ratio_*` are the ratios of the process's own seconds.
+On a GPU each plays one round that is not counted, and `breakdown` says where a further round of ours spends its time.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import dataclasses
 import functools
 import json
 import time
+from collections.abc import Callable
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -27,6 +29,7 @@ from transformers.generation import ContinuousBatchingConfig, StoppingCriteria, 
 
 from benchmarks.measure import alternate, machine
 from longrein.contract import SampleRequest, Sampling
+from longrein.engines.forwarding import SlotForward
 from longrein.engines.transformers import TransformersEngine
 
 
@@ -167,6 +170,49 @@ class Ours:
         reply = await self.engine.sample(SampleRequest(list(context), sampling, frozenset(), self.seed))
         return [*reply.ids, *self.work.between[turn][row]]
 
+    def breakdown(self) -> dict[str, Any] | None:
+        """Where a round's seconds go on a GPU: a round of its own, since waiting for each part makes all of them longer."""
+        forward = self.engine._forward
+        graphs = forward.graphs if isinstance(forward, SlotForward) else None
+        if graphs is None:
+            return None
+        parts: dict[str, list[float]] = {}
+
+        def watch(owner: Any, method: str, name: str) -> Callable[..., Any]:
+            plain = getattr(owner, method)
+
+            def timed(*args: Any) -> Any:
+                torch.cuda.synchronize()
+                started = time.perf_counter()
+                result = plain(*args)
+                torch.cuda.synchronize()
+                parts.setdefault(name, []).append(time.perf_counter() - started)
+                return result
+
+            return timed
+
+        watched = [(graphs, "_store", "pieces"), (graphs, "_rows", "rows"), (graphs, "_capture", "capture")]
+        watched += [(self.engine, "_step", "steps")]
+        captures = graphs.captures
+        for owner, method, name in watched:
+            setattr(owner, method, watch(owner, method, name))
+        started = time.perf_counter()
+        try:
+            self()
+        finally:
+            for owner, method, _ in watched:
+                delattr(owner, method)
+        return {
+            "seconds": round(time.perf_counter() - started, 3),
+            **{f"{name}_seconds": round(sum(found), 3) for name, found in parts.items()},
+            "steps": len(parts["steps"]),
+            "captures_before": captures,
+            "captures": graphs.captures - captures,
+            "graphs": len(graphs.captured),
+            "moves": graphs.slots.moves + graphs.stems.moves,
+            "eager": graphs._failed,
+        }
+
     def seconds_by_turn(self) -> list[float]:
         """What each turn takes when all rollouts take it together."""
         self.engine.policy_version += 1
@@ -230,6 +276,8 @@ def measure(shape: str, device: str, dtype: torch.dtype, sizes: tuple[int, int, 
             contender.work = warm
             contender()
             contender.work = work
+            if device != "cpu":  # kernels are loaded and graphs captured for the shapes of the workload
+                contender()
         contenders = {"generate": generate, "continuous": continuous, "ours": ours}
         busy: dict[str, list[float]] = {name: [] for name in contenders}
 
@@ -240,6 +288,7 @@ def measure(shape: str, device: str, dtype: torch.dtype, sizes: tuple[int, int, 
 
         seconds = alternate({name: functools.partial(counted, name) for name in contenders}, rounds)
         by_turn = ours.seconds_by_turn()
+        breakdown = ours.breakdown()
     finally:
         continuous.close()
         ours.engine.close()
@@ -260,6 +309,7 @@ def measure(shape: str, device: str, dtype: torch.dtype, sizes: tuple[int, int, 
         "forwarded_tokens": ours.forwarded,
         "cost_growth": round(by_turn[-1] / by_turn[0], 2),
         "context_growth": round(work.context_growth, 2),
+        "breakdown": breakdown,
         "device": device,
         "dtype": str(dtype).removeprefix("torch."),
     }

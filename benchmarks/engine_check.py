@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import json
 import time
 import traceback
@@ -53,11 +54,7 @@ def distances(model: Any, calls: list[tuple[list[int], Any]]) -> dict[str, float
 
 def check(shape: str, device: str, dtype: torch.dtype, *, captured: bool, cache_tokens: int | None = None) -> dict[str, Any]:
     torch.manual_seed(0)
-    model = SHAPES[shape][0]().to(device, dtype).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(3)  # wide enough that the tokens differ in probability
+    model = _wide(SHAPES[shape][0]().to(device, dtype).eval())
     work = Workload(model.config.vocab_size, Lengths(96, 32, (8, 40), (4, 24)), tasks=4, rollouts=4, turns=4)
     engine = TransformersEngine(model, cache_tokens=cache_tokens)
     try:
@@ -71,7 +68,7 @@ def check(shape: str, device: str, dtype: torch.dtype, *, captured: bool, cache_
             for parameter in model.parameters():
                 parameter.mul_(1.02)
         second = asyncio.run(play(engine, work))  # graphs are replayed over the new weights
-        graphs = None if forward.graphs is None else len(forward.graphs.captured)
+        graphs = None if forward.graphs is None or forward.graphs._failed else len(forward.graphs.captured)
         before = {"graphs": graphs, "new_weights": distances(model, second)}
         with torch.no_grad():
             for parameter in model.parameters():
@@ -79,6 +76,41 @@ def check(shape: str, device: str, dtype: torch.dtype, *, captured: bool, cache_
         return {"check": f"{shape} {dtype} captured={captured} cache={cache_tokens}", **distances(model, first), **before}
     finally:
         engine.close()
+
+
+@torch.no_grad()
+def rounding(shape: str, device: str) -> dict[str, Any]:
+    """How far plain bfloat16 passes are from float32, and from each other in batches of other shapes: nobody is nearer."""
+    torch.manual_seed(0)
+    exact = _wide(SHAPES[shape][0]().to(device, torch.float32).eval())
+    short = copy.deepcopy(exact).to(torch.bfloat16)
+    exact.load_state_dict(short.state_dict())  # the same weights, so that only the computing is rounded
+    ids = torch.randint(0, exact.config.vocab_size, (16, 256), device=device)
+
+    def logprobs(model: Any, rows: torch.Tensor) -> torch.Tensor:
+        logps = torch.log_softmax(model(rows).logits[:, 127:-1].float(), -1)
+        # Likely tokens, as sampled ones are: those that float32 draws.
+        return logps.gather(2, drawn[: len(rows), :, None])[..., 0]
+
+    logits = exact(ids).logits[:, 127:-1]
+    drawn = torch.distributions.Categorical(logits=logits.float()).sample()
+    single, together, alone = logprobs(exact, ids), logprobs(short, ids), logprobs(short, ids[:1])
+    return {
+        "rounding": f"{shape} bfloat16, plain passes",
+        "mean_from_float32": float((together - single).abs().mean()),
+        "largest_from_float32": float((together - single).abs().max()),
+        "mean_alone_from_in_a_batch": float((together[:1] - alone).abs().mean()),
+        "largest_alone_from_in_a_batch": float((together[:1] - alone).abs().max()),
+    }
+
+
+def _wide(model: Any) -> Any:
+    """Random weights wide enough that the tokens differ in probability."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(3)
+    return model
 
 
 def decoding(shape: str, device: str, dtype: torch.dtype, rows: int, *, captured: bool) -> dict[str, Any]:
@@ -116,7 +148,7 @@ def decoding(shape: str, device: str, dtype: torch.dtype, rows: int, *, captured
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", choices=["exact", "decoding"])
+    parser.add_argument("--only", choices=["exact", "decoding", "quick"], help="quick: two cases, and rounding")
     options = parser.parse_args()
     print(json.dumps(machine()))
     ways = (True, False) if options.device != "cpu" else (False,)
@@ -132,7 +164,9 @@ def main() -> None:
                 for c in ways
             ]
     exact = 3 if options.device == "cpu" else len(ways) + 1 + 2 * len(ways)
-    runs = {None: runs, "exact": runs[:exact], "decoding": runs[exact:]}[options.only]
+    runs += [lambda: rounding("qwen3" if options.device != "cpu" else "tiny", options.device)]
+    quick = [runs[0], lambda: check("qwen3", options.device, half, captured=True), runs[-1]]
+    runs = {None: runs, "exact": [*runs[:exact], runs[-1]], "decoding": runs[exact:-1], "quick": quick}[options.only]
     for run in runs:
         try:
             print(json.dumps(run()), flush=True)

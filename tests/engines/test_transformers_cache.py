@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from longrein.contract import LongreinError, Sampled, SampleRequest, Sampling
+from longrein.engines import forwarding, graphs
 from longrein.engines.forwarding import PlainForward, SlotForward
 from longrein.engines.graphs import Graphs, _Graph
 from longrein.engines.transformers import TransformersEngine
@@ -267,17 +268,29 @@ def test_a_reply_that_spans_new_weights_goes_on_under_them(engine: TransformersE
 class Replayed(Graphs):
     """Steps of fixed shapes, padded as for a GPU's captured graphs, with a pass in place of each replay."""
 
-    def _record(self, inputs: torch.Tensor, step: Callable[[], Any]) -> Any:
-        logits = self._forward(step(), inputs[:1], inputs[1:2]).clone()
-        replay = SimpleNamespace(replay=lambda: logits.copy_(self._forward(step(), inputs[:1], inputs[1:2])))
-        return _Graph(replay, inputs, step(), logits)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.replayed: set[Any] = set()
+
+    def _run(self, shape: Any, numbers: np.ndarray) -> torch.Tensor:
+        self.replayed |= {shape} & set(self.captured)
+        return super()._run(shape, numbers)
+
+    def _record(self, inputs: torch.Tensor, run: Callable[[], torch.Tensor]) -> Any:
+        logits = run().clone()
+        return _Graph(SimpleNamespace(replay=lambda: logits.copy_(run())), inputs, logits)
 
 
-@pytest.mark.parametrize("window", [None, 8])
-def test_steps_of_fixed_shapes_are_exact_and_leave_idle_conversations_alone(window: int | None) -> None:
-    config = MistralConfig(**{**SMALL, "sliding_window": window})
+@pytest.mark.parametrize("family", ["llama", "mistral, a window", "gemma 2, windows and soft caps"])
+def test_steps_of_fixed_shapes_are_exact_and_leave_idle_conversations_alone(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Small enough that some pieces are long, batches are full, widths grow, and graphs serve steps smaller than they are.
+    for name, value in {"LENGTHS": [4, 32], "BATCH_TOKENS": 64, "NARROWEST": 16, "OFTEN": 6}.items():
+        monkeypatch.setattr(graphs, name, value)
+    make, changes, _ = FAMILIES[family]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(make(**{**SMALL, **changes}), dtype=torch.float32).eval()
     rng = random.Random(0)
     prompts = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in (1, 30, 30, 45)]
 
@@ -292,8 +305,11 @@ def test_steps_of_fixed_shapes_are_exact_and_leave_idle_conversations_alone(wind
         for calls in asyncio.run(rollouts()):
             for asked, reply in calls:
                 assert_exact(model, asked, reply)
-        assert len(forward.graphs.captured) > 1
-        assert not forward.graphs._failed
+        forward.slots.roomy = True
+        for prompt in ([token] * 30 for token in range(6)):
+            asked = request(prompt)
+            (reply,) = sample(engine, asked)
+            assert_exact(model, asked, reply)
         idle = [request([9] * 30, seed, max_tokens=3) for seed in range(5)]
         kept = sample(engine, *idle)
         sample(engine, request([8] * 30, max_tokens=9), request([7] * 30, max_tokens=9), request([6] * 30, max_tokens=9))
@@ -304,6 +320,34 @@ def test_steps_of_fixed_shapes_are_exact_and_leave_idle_conversations_alone(wind
         for asked, reply in zip(later, sample(engine, *later), strict=True):
             assert_exact(model, asked, reply)
         assert engine.forwarded_tokens - before == 5 * (3 + 5)
+        kinds = {(type(shape), getattr(shape, "of_stems", None)) for shape in forward.graphs.replayed}
+        assert kinds == {(graphs.Rows, None), (graphs.Pieces, True), (graphs.Pieces, False)}
+        assert not forward.graphs._failed
+
+
+def test_a_graph_at_hand_serves_smaller_steps_until_they_come_often(engine: TransformersEngine) -> None:
+    assert isinstance(engine._forward, SlotForward)
+    slots = engine._forward.slots
+    slots.roomy = True
+    engine._forward.graphs = made = Replayed(slots.slots, slots.stems, engine._forward._logits, engine._forward.device)
+    crowd = [request([5] * 30, seed, max_tokens=4) for seed in range(40)]
+    sample(engine, *crowd)
+    assert [shape.rows for shape in made.captured if isinstance(shape, graphs.Rows)] == [64]
+    moves, captures = slots.slots.moves, made.captures
+    sample(engine, request([6] * 30, max_tokens=graphs.OFTEN // 2))
+    assert made.captures == captures + 1  # of the prompt, which came for the second time; forty rows have served one
+    sample(engine, request([6] * 30, 1, max_tokens=graphs.OFTEN))
+    assert [shape.rows for shape in made.captured if isinstance(shape, graphs.Rows)] == [64, 1]
+    assert slots.slots.moves == moves
+
+
+def test_a_prompt_longer_than_a_step_is_forwarded_in_several(
+    engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forwarding, "STEP_TOKENS", 16)
+    asked = request(list(np.random.default_rng(0).integers(0, VOCABULARY, 50)))
+    (reply,) = sample(engine, asked)  # for three steps nobody draws
+    assert_exact(engine.model, asked, reply)
 
 
 SMALL: dict[str, Any] = {

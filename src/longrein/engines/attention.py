@@ -13,6 +13,7 @@ merged by their log-sum-exp.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -54,9 +55,40 @@ class Piece(NamedTuple):
     stem_length: int
 
 
+class Sharing:
+    """Which rows share which stem, as numbers of this machine; the same until a row comes, goes or moves."""
+
+    def __init__(self, stem_of_row: Sequence[int], lengths: Sequence[int]) -> None:
+        self.lengths = lengths
+        """Tokens of each stem."""
+        self.of_row = [lengths[stem] for stem in stem_of_row]
+        self.members: list[list[int]] = [[] for _ in lengths]
+        """The rows of each stem."""
+        self.seats: list[tuple[int, int]] = []
+        """Each row's stem, and which of its members the row is."""
+        for row, stem in enumerate(stem_of_row):
+            self.seats.append((stem, len(self.members[stem])))
+            self.members[stem].append(row)
+        self.most = max(map(len, self.members), default=0)
+        self.width = max(lengths, default=0)
+
+    def grouping(self, device: torch.device) -> Grouping:
+        return Grouping(
+            stems=len(self.lengths),
+            width=self.width,
+            members=torch.tensor(
+                [row for rows in self.members for row in rows + [0] * (self.most - len(rows))], device=device
+            ),
+            seats=torch.tensor([stem * self.most + index for stem, index in self.seats], device=device),
+            lengths=torch.tensor(self.lengths, device=device),
+            of_row=torch.tensor(self.of_row, device=device),
+            even=len(set(self.lengths)) == 1,
+        )
+
+
 @dataclass
 class Grouping:
-    """Which rows share which stem: tables that stay the same until a row comes or goes."""
+    """Which rows share which stem, as the tables that attention reads."""
 
     stems: int
     width: int
@@ -95,8 +127,9 @@ class Step:
         """`[1, heads, tokens, dim]` queries to `[1, tokens, heads, dim]` of what they read."""
         slots, stems = self.slots.layer(layer), self.stems.layer(layer)
         parts = [_piece(piece, query, key, value, stems, slots, how) for piece in self.pieces]
-        last = query.shape[2] - self.rows
-        parts.append(self._rows(query[0, :, last:], key[0, :, last:], value[0, :, last:], stems, slots, how))
+        if self.rows:
+            last = query.shape[2] - self.rows
+            parts.append(self._rows(query[0, :, last:], key[0, :, last:], value[0, :, last:], stems, slots, how))
         return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=0))[None]
 
     def _rows(
@@ -147,7 +180,7 @@ class Step:
             self.tables[name] = None
             if not self.even or how.window is not None:
                 behind = self.at[:, None] - torch.arange(self.width, device=like.device)
-                self.tables[name] = _hidden(behind, how.window, like.dtype)[:, None, None]
+                self.tables[name] = hidden(behind, how.window, like.dtype)[:, None, None]
         return self.tables[name]
 
     def _stem_mask(self, how: How, like: torch.Tensor, most: int, fold: int) -> torch.Tensor | None:
@@ -160,11 +193,11 @@ class Step:
             if how.window is not None:
                 position = (group.of_row + self.at).index_select(0, group.members).view(group.stems, most, 1)
                 position = position.expand(-1, -1, fold).reshape(group.stems, most * fold, 1)
-                mask = _hidden(position - keys, how.window, like.dtype)
+                mask = hidden(position - keys, how.window, like.dtype)
                 mask = mask.masked_fill(keys >= group.lengths[:, None, None], HIDDEN)
                 self.tables[name] = mask[:, None]
             elif not group.even:
-                self.tables[name] = _hidden(group.lengths[:, None] - 1 - keys, None, like.dtype)[:, None, None]
+                self.tables[name] = hidden(group.lengths[:, None] - 1 - keys, None, like.dtype)[:, None, None]
         return self.tables[name]
 
 
@@ -201,8 +234,14 @@ class Survey:
         return _causal(query[0], key[0], value[0], 0, how)[None]
 
 
+class Attends(Protocol):
+    """What a forward pass attends with."""
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How) -> torch.Tensor: ...
+
+
 class _Current(threading.local):
-    step: Step | Survey | None = None
+    step: Attends | None = None
 
 
 current = _Current()
@@ -233,13 +272,13 @@ def _attend(
 AttentionInterface.register(IMPLEMENTATION, _attend)
 
 
-def _hidden(behind: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+def hidden(behind: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
     """The mask of keys that are `behind` tokens before their query: those after it, or out of the window, are hidden."""
-    hidden = behind < 0
+    unseen = behind < 0
     if window is not None:
-        hidden |= behind >= window
+        unseen |= behind >= window
     return torch.zeros(behind.shape, dtype=dtype, device=behind.device).masked_fill_(
-        hidden, HIDDEN if dtype != torch.float16 else -6e4
+        unseen, HIDDEN if dtype != torch.float16 else -6e4
     )
 
 
@@ -294,16 +333,17 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, before:
         )
         return out[0].transpose(0, 1)
     rows = torch.arange(before, before + query.shape[1], device=query.device)
-    mask = _hidden(rows[:, None] - torch.arange(key.shape[1], device=query.device), how.window, query.dtype)
+    mask = hidden(rows[:, None] - torch.arange(key.shape[1], device=query.device), how.window, query.dtype)
+    return masked(query[None], key[None], value[None], mask, how)[0].transpose(0, 1)
+
+
+def masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, how: How) -> torch.Tensor:
+    """`[batch, heads, tokens, dim]` of what the queries read of the keys that the mask leaves them."""
+    fold = query.shape[1] // key.shape[1]
+    plain = how.softcap is None and key.shape[-1] == value.shape[-1]
+    if fold > 1 and (query.is_cuda or not plain):  # a GPU's quick kernels take a mask or heads in groups, not both
+        key, value = (part.unsqueeze(2).expand(-1, -1, fold, -1, -1).flatten(1, 2) for part in (key, value))
+        fold = 1
     if plain:
-        if grouped and query.is_cuda:  # its quick kernels take a mask or heads in groups, not both
-            key, value = (tensor.repeat_interleave(query.shape[0] // len(tensor), 0) for tensor in (key, value))
-            grouped = False
-        out = F.scaled_dot_product_attention(
-            query[None], key[None], value[None], attn_mask=mask, scale=how.scaling, enable_gqa=grouped
-        )
-        return out[0].transpose(0, 1)
-    fold = query.shape[0] // key.shape[0]
-    key, value = key.repeat_interleave(fold, 0), value.repeat_interleave(fold, 0)
-    weights = (_scores(query, key, how) + mask).softmax(-1).to(value.dtype)
-    return torch.matmul(weights, value).transpose(0, 1)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=how.scaling, enable_gqa=fold > 1)
+    return torch.matmul((_scores(query, key, how) + mask).softmax(-1).to(value.dtype), value)

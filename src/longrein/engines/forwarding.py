@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from longrein.engines.attention import IMPLEMENTATION, Grouping, Piece, Step, Survey, current
+from longrein.engines.attention import IMPLEMENTATION, Attends, Grouping, Piece, Sharing, Step, Survey, current
 from longrein.engines.graphs import Graphs
+from longrein.engines.padded import Padded
 from longrein.engines.slots import Conversation, Segment, Slots, Wait
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,8 @@ class SlotForward:
         self._model_kwargs = model_kwargs(model)
         self._configs = configs_of(model)
         self._mask = torch.zeros(1, 1, 1, 1, device=self.device)  # four dimensions: transformers makes none of its own
-        self._grouped: tuple[int, Grouping] | None = None
+        self._shared: tuple[int, Sharing] | None = None
+        self._grouped: tuple[Sharing, Grouping] | None = None
         cuda = self.device.type == "cuda"
         self.graphs = Graphs(self.slots.slots, self.slots.stems, self._logits, self.device) if cuda else None
 
@@ -105,9 +107,8 @@ class SlotForward:
 
     def step(self, running: Sequence[Reply]) -> Stepped:
         planned = self._plan(running)
-        slots, stems = self.slots.slots, self.slots.stems
-        rows = slots.active
-        drawing = [owner for owner in slots.owners[:rows] if isinstance(owner, Conversation)]
+        slots = self.slots.slots
+        drawing = [owner for owner in slots.owners[: slots.active] if isinstance(owner, Conversation)]
         ids, positions, pieces = [], [], []
         for segment, count in planned:
             of_stem = not isinstance(segment, Conversation)
@@ -129,20 +130,10 @@ class SlotForward:
         lasts = [len(one.ids) - 1 for one in drawing]
         ids.extend([one.ids[-1] for one in drawing])
         positions.extend([len(one.stem.ids) + last for one, last in zip(drawing, lasts, strict=True)])
-        step = Step(
-            slots=slots,
-            stems=stems,
-            rows=rows,
-            at=torch.tensor(lasts, device=self.device),
-            width=max(lasts, default=0) + 1,
-            even=min(lasts, default=0) == max(lasts, default=0),
-            grouping=self._grouping(drawing),
-            pieces=pieces,
-        )
-        logits = self.graphs.run(step, ids, positions, lasts) if self.graphs else None
+        sharing = self._sharing(drawing)
+        logits = self.graphs.run(ids, positions, pieces, lasts, sharing) if self.graphs else None
         if logits is None:
-            table = torch.tensor([ids, positions], device=self.device)
-            logits = self._logits(step, table[:1], table[1:])
+            logits = self._packed(ids, positions, pieces, lasts, sharing)
         for segment, count in planned:
             segment.stored += count
         for one in drawing:
@@ -176,15 +167,34 @@ class SlotForward:
             self.slots.activate(conversation)
         return planned
 
-    def _grouping(self, drawing: Sequence[Conversation]) -> Grouping:
-        """The tables of who shares which stem, made anew only when rows have come, gone or moved."""
-        if self._grouped is None or self._grouped[0] != self.slots.changes:
+    def _packed(
+        self, ids: list[int], positions: list[int], pieces: list[Piece], lasts: list[int], sharing: Sharing
+    ) -> torch.Tensor:
+        """Everything in one pass, each piece attended by itself."""
+        if self._grouped is None or self._grouped[0] is not sharing:
+            self._grouped = sharing, sharing.grouping(self.device)
+        step = Step(
+            slots=self.slots.slots,
+            stems=self.slots.stems,
+            rows=len(lasts),
+            at=torch.tensor(lasts, device=self.device),
+            width=max(lasts, default=0) + 1,
+            even=min(lasts, default=0) == max(lasts, default=0),
+            grouping=self._grouped[1],
+            pieces=pieces,
+        )
+        table = torch.tensor([ids, positions], device=self.device)
+        return self._logits(step, table[:1], table[1:])
+
+    def _sharing(self, drawing: Sequence[Conversation]) -> Sharing:
+        """Who shares which stem, made anew only when rows have come, gone or moved."""
+        if self._shared is None or self._shared[0] != self.slots.changes:
             stems = self.slots.stems.owners[: self.slots.stems.active]
             lengths = [len(stem.ids) if stem else 0 for stem in stems]
-            self._grouped = self.slots.changes, grouping([one.stem.place for one in drawing], lengths, self.device)
-        return self._grouped[1]
+            self._shared = self.slots.changes, Sharing([one.stem.place for one in drawing], lengths)
+        return self._shared[1]
 
-    def _logits(self, step: Step, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _logits(self, step: Step | Padded, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """One packed pass: `[rows, vocabulary]`."""
         with attending(self._configs, step):
             output = self.model(
@@ -367,7 +377,7 @@ def configs_of(model: PreTrainedModel) -> list[Any]:
 
 
 @contextmanager
-def attending(configs: Sequence[Any], step: Step | Survey) -> Iterator[None]:
+def attending(configs: Sequence[Any], step: Attends) -> Iterator[None]:
     """Let the model attend as this step says, for one pass."""
     before = [config._attn_implementation_internal for config in configs]
     try:
@@ -379,25 +389,6 @@ def attending(configs: Sequence[Any], step: Step | Survey) -> Iterator[None]:
         current.step = None
         for config, implementation in zip(configs, before, strict=True):
             config._attn_implementation_internal = implementation
-
-
-def grouping(stem_of_row: Sequence[int], lengths: Sequence[int], device: torch.device) -> Grouping:
-    """The tables of a step in which row i has the stem `stem_of_row[i]`."""
-    members: list[list[int]] = [[] for _ in lengths]
-    seats = []
-    for row, stem in enumerate(stem_of_row):
-        seats.append((stem, len(members[stem])))
-        members[stem].append(row)
-    most = max(map(len, members), default=0)
-    return Grouping(
-        stems=len(lengths),
-        width=max(lengths, default=0),
-        members=torch.tensor([row for rows in members for row in rows + [0] * (most - len(rows))], device=device),
-        seats=torch.tensor([stem * most + index for stem, index in seats], device=device),
-        lengths=torch.tensor(lengths, device=device),
-        of_row=torch.tensor([lengths[stem] for stem in stem_of_row], device=device),
-        even=len(set(lengths)) == 1,
-    )
 
 
 def context_length(model: PreTrainedModel) -> int | None:

@@ -21,6 +21,8 @@ from longrein.engines.attention import Heads
 
 BLOCK = 64
 """Capacities are whole blocks of so many tokens."""
+ROOMY = ((64, 1024), (16, 1024))
+"""Rows and capacity that a GPU's slots and stems have at least, where half the bound allows it."""
 WORTH_WAITING = 32
 """A request waits a step for a stem that is being forwarded when it can copy so many tokens more from it."""
 
@@ -177,6 +179,8 @@ class Slots:
 
     def __init__(self, heads: dict[int, Heads], dtype: torch.dtype, device: torch.device, cache_tokens: int) -> None:
         self.slots, self.stems = Shelf(heads, dtype, device), Shelf(heads, dtype, device)
+        self.roomy = device.type == "cuda"
+        """Take much memory at first: what is captured for a shelf is lost when it moves."""
         # One conversation of `cache_tokens` always fits: its two rows are rounded up to blocks, and each has one place to spare.
         self.bound = _blocks(cache_tokens) + 2 * BLOCK
         self.conversations: set[Conversation] = set()
@@ -360,12 +364,15 @@ class Slots:
             return True
         self.changes += 1
         # Room to grow into where the bound allows it, else exactly what is needed.
-        wanted = [
+        grown = [
             (shelf.rows, shelf.capacity) if fit else (_more(shelf.rows, need[0], 1), _more(shelf.capacity, need[1], BLOCK))
             for shelf, need, fit in ((self.slots, slots, fits[0]), (self.stems, stems, fits[1]))
         ]
-        if sum(count * capacity for count, capacity in wanted) > self.bound:
-            wanted = [slots, stems]
+        roomy = [(max(one[0], first[0]), max(one[1], first[1])) for one, first in zip(grown, ROOMY, strict=True)]
+        if self.roomy and _tokens(roomy) <= self.bound // 2:
+            wanted = roomy
+        else:
+            wanted = grown if _tokens(grown) <= self.bound else [slots, stems]
         for shelf, (count, capacity) in zip((self.slots, self.stems), wanted, strict=True):
             if (count, capacity) != (shelf.rows, shelf.capacity):
                 shelf.resize(count, capacity)
@@ -381,6 +388,10 @@ def _needed(shelf: Shelf, rows: int, tokens: int) -> tuple[int, int]:
 def _more(have: int, need: int, step: int) -> int:
     """At least `need`, and half as much again when it has to grow, in whole steps."""
     return have if have >= need else -(-max(need, have * 3 // 2) // step) * step
+
+
+def _tokens(shelves: Iterable[tuple[int, int]]) -> int:
+    return sum(rows * capacity for rows, capacity in shelves)
 
 
 def _blocks(tokens: int) -> int:
