@@ -1,12 +1,12 @@
 """The embedded engine against `model.generate` in padded lockstep batches, as TRL samples, and transformers' continuous batching.
 
-    python -m benchmarks.engine [--json] [--quick] [--shape tiny|smollm2|qwen3] [--device cuda --dtype bfloat16]
+    python -m benchmarks.engine [--json] [--quick] [--shape tiny|smollm2|qwen3] [--turns 6] [--device cuda --dtype bfloat16]
 
 All three play the same rollouts: 8 tasks x 8 rollouts x 6 turns, the prompts of all tasks alike at the start, the replies of
 lengths that are drawn beforehand, and after each reply some tokens from the environment. Weights are random: only shapes cost time.
 `ratio_*` is tokens sampled a second over the other's; `cost_growth` is what a sampled token costs in the last turn over the first,
 where `context_growth` is how much longer the conversation has become. `cpu_ratio_*` are the ratios of the process's own seconds.
-On a GPU each plays one round that is not counted, and `breakdown` says where a further round of ours spends its time.
+On a GPU the two that capture graphs play one round that is not counted, and `breakdown` says where a further round of ours spends its time.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import copy
 import dataclasses
 import functools
 import json
+import sys
 import time
 from collections.abc import Callable
 from statistics import median
@@ -276,15 +277,16 @@ def measure(shape: str, device: str, dtype: torch.dtype, sizes: tuple[int, int, 
             contender.work = warm
             contender()
             contender.work = work
-            if device != "cpu":  # kernels are loaded and graphs captured for the shapes of the workload
+            if device != "cpu" and contender is not generate:  # the two that capture graphs, for the workload's shapes
                 contender()
-        contenders = {"generate": generate, "continuous": continuous, "ours": ours}
+        contenders = {"ours": ours, "generate": generate, "continuous": continuous}
         busy: dict[str, list[float]] = {name: [] for name in contenders}
 
         def counted(name: str) -> None:
-            started = time.process_time()
+            started, began = time.process_time(), time.perf_counter()
             contenders[name]()
             busy[name].append(time.process_time() - started)
+            print(f"{shape}, {name}: {time.perf_counter() - began:.2f} s", file=sys.stderr, flush=True)
 
         seconds = alternate({name: functools.partial(counted, name) for name in contenders}, rounds)
         by_turn = ours.seconds_by_turn()
@@ -320,11 +322,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--quick", action="store_true", help="4 tasks x 4 rollouts x 3 turns, one round")
     parser.add_argument("--shape", choices=SHAPES, action="append", help="tiny and smollm2 unless said")
+    parser.add_argument("--turns", type=int, help="6 unless said")
     parser.add_argument("--rounds", type=int, help="3 for tiny, else 1")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
-    sizes = (4, 4, 3) if options.quick else (8, 8, 6)
+    sizes = (4, 4, options.turns or 3) if options.quick else (8, 8, options.turns or 6)
     if not options.json:
         print(machine())
     for shape in options.shape or ["tiny", "smollm2"]:
