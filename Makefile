@@ -83,7 +83,7 @@ $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "longrein needs Python 3.11 or later; $(PYTHON) is older. Say which to use: make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -m venv .venv || { $(call system,python3-venv) && $(PYTHON) -m venv .venv; }
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet --editable '.[train,envs,dev]'
+	$(BIN)/pip install --quiet --editable '.[train,envs,openenv,dev]'
 	@touch $@
 
 # Agent programs run in a bubblewrap sandbox; their tasks are git repositories. Without them training still works, and says so.

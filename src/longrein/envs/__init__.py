@@ -5,6 +5,7 @@ from longrein.envs.datasets import load_tasks, task_dataset
 from longrein.envs.environment import EnvConfig, EnvConfigError, Environment, Episode, Step, class_path
 from longrein.envs.harness import HarnessEnv
 from longrein.envs.hunt import TreasureHunt
+from longrein.envs.openenv import OpenEnv
 from longrein.envs.reasoning_gym import ReasoningGym
 from longrein.envs.repo import RepoEnv, load_repo_tasks
 from longrein.envs.textarena import TextArena
@@ -17,6 +18,7 @@ __all__ = [
     "Environment",
     "Episode",
     "HarnessEnv",
+    "OpenEnv",
     "ReasoningGym",
     "RepoEnv",
     "Step",

@@ -85,10 +85,11 @@ class HarnessEnv(Environment):
     def prepare(self, task_data: dict[str, Any], workdir: Path) -> None:
         """Fill the program's working folder before it starts; it is empty unless a subclass does so."""
 
-    async def _run(self, rollout: Rollout, recorder: Recorder) -> None:
+    def sessions(self, recorder: Recorder) -> ProcessSessionFactory:
+        """Makes the sessions of this environment's rollouts, their calls answered and recorded by `recorder`."""
         config = self.config
         known = {} if config.program is None else harness(config.program).settings()
-        factory = ProcessSessionFactory(
+        return ProcessSessionFactory(
             known.get("command", config.command),
             server=self.server,
             verify=config.verify,
@@ -102,7 +103,9 @@ class HarnessEnv(Environment):
             max_length=config.max_tokens,
             sandbox=config.sandbox,
         )
-        session = await factory.create_async(task=rollout.task, rollout_id=rollout.id)
+
+    async def _run(self, rollout: Rollout, recorder: Recorder) -> None:
+        session = await self.sessions(recorder).create_async(task=rollout.task, rollout_id=rollout.id)
         async with session:
             outcome = await session.wait_async()
             verdict = await session.run_async()

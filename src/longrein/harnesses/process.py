@@ -94,14 +94,18 @@ class ProcessSession:
         """The calls whose reply the program never got, by `request_id`."""
         return [f"{self.rollout_id}/{turn}" for turn in self._server.traffic(self.rollout_id).undelivered]
 
-    def wait(self) -> Outcome:
-        """Until the program has ended; what it left."""
-        self._program.ended.result()
+    def wait(self, timeout: float | None = None) -> Outcome:
+        """Until the program has ended; what it left. Raises `TimeoutError` should it still run after `timeout` seconds."""
+        self._program.ended.result(timeout)
         return self._outcome()
 
     async def wait_async(self) -> Outcome:
         await asyncio.wrap_future(self._program.ended)
         return self._outcome()
+
+    def seal(self) -> None:
+        """The program may call the model no more, and its record stays as it is."""
+        self._server.seal(self.rollout_id)
 
     def run(self) -> Verdict:
         """The direct way from here to the verdict."""
@@ -123,7 +127,7 @@ class ProcessSession:
     def _verified(self) -> Verdict:
         if self._closed:
             raise HarnessError(f"rollout {self.rollout_id!r} is closed; verify it before")
-        self._server.seal(self.rollout_id)
+        self.seal()
         try:
             self._program.ended.result(timeout=ENDING_SECONDS)
         except TimeoutError:
