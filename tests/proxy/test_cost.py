@@ -92,7 +92,7 @@ def test_the_work_of_a_turn_does_not_grow(rendering: Named, monkeypatch: pytest.
 
         return counting
 
-    monkeypatch.setattr("longrein.digests.canonical", counted("canonical", longrein.digests.canonical, lambda m: 1))
+    monkeypatch.setattr("longrein.digests.canonical", counted("canonical", longrein.digests.canonical, lambda *_: 1))
     monkeypatch.setattr(found, "extension", counted("extension", found.extension, lambda reply, new, tools: len(new)))
     monkeypatch.setattr(found, "prompt", counted("prompt", found.prompt, lambda messages, tools: len(messages)))
     monkeypatch.setattr(Rollout, "path", counted("walked", Rollout.path, lambda rollout, call_id: 1))
