@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from longrein.cli import main
+from longrein.contract import LongreinError
 
 
 def longrein(*arguments: str, cwd: Path, timeout: float = 240) -> subprocess.CompletedProcess[str]:
@@ -121,6 +123,9 @@ def test_ctrl_c_saves_and_says_how_to_go_on(folder: Any, tmp_path: Path) -> None
         (["--model", "/nowhere"], "the model '/nowhere' cannot be loaded: it must be a folder"),
         (["--sandbox", "docker"], "--sandbox is 'docker'; it must be one of auto, bubblewrap, none"),
         (["--advantages", "best"], "advantages is 'best'; it must be one of"),
+        (["--report-to", "wandbb"], "has no setting 'wandbb'. Did you mean 'wandb'?"),
+        (["nowhere.toml"], "there is no run file 'nowhere.toml'"),
+        (["--resume", "nowhere"], "nowhere holds no checkpoint to go on from"),
     ],
 )
 def test_a_mistake_is_told_in_one_sentence(
@@ -134,3 +139,49 @@ def test_a_mistake_is_told_in_one_sentence(
     assert stopped.value.code == 2
     assert message in told
     assert "Traceback" not in told
+
+
+def test_debug_shows_the_traceback_wherever_it_stands(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    for arguments in (["--debug", "train", "nowhere.toml"], ["train", "nowhere.toml", "--debug"]):
+        monkeypatch.setattr(sys, "argv", ["longrein", *arguments])
+        with pytest.raises(LongreinError, match="there is no run file"):
+            main()
+
+
+def test_what_breaks_is_told_in_one_sentence_with_exit_code_1(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def broken(*arguments: Any, **options: Any) -> None:
+        raise ModuleNotFoundError("No module named 'torchvision'", name="torchvision")
+
+    monkeypatch.setattr("longrein.runs.Run", broken)
+    monkeypatch.setattr(sys, "argv", ["longrein", "view", "nowhere"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 1
+    assert capsys.readouterr().err.startswith(
+        "longrein: ModuleNotFoundError: No module named 'torchvision' (run with --debug"
+    )
+
+
+def test_every_command_has_help_with_an_example(capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    for name in ("train", "eval", "check", "view", "export", "serve", "serve-vllm", "init"):
+        monkeypatch.setattr(sys, "argv", ["longrein", name, "--help"])
+        with pytest.raises(SystemExit):
+            main()
+        assert f"`longrein {name} " in capsys.readouterr().out
+
+
+def test_help_answers_quickly() -> None:
+    """Processor time, the best of three: the machine may be busy."""
+    code = "import sys; sys.argv = ['longrein', '--help']; from longrein.cli import main; main()"
+    used = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        used.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(used) < 0.6, "0.3 s on a quiet machine"

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import signal
+import sqlite3
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +18,7 @@ import pytest
 
 from longrein.check import Bytes, uses_tools
 from longrein.cli import main
+from longrein.contract import LongreinError
 from longrein.engines.scripted import ScriptedEngine
 from longrein.proxy import InterceptionServer
 from longrein.recorder import Recorder
@@ -140,6 +146,49 @@ def test_a_model_from_a_run_file(project: Path, folder: Any, monkeypatch: Any, c
     assert "success" in capsys.readouterr().out
     assert (project / "runs/latest/eval.json").exists()
     assert os.readlink(project / "runs/latest").endswith("-eval")
+
+
+class Stuck(ScriptedEngine):
+    """Answers the first words and never the others."""
+
+    async def sample(self, request: Any) -> Any:
+        if not request.messages[-1]["content"].startswith(("Say word0.", "Say word1.")):
+            await asyncio.Event().wait()
+        return await super().sample(request)
+
+
+def test_ctrl_c_keeps_the_figures_of_what_was_played(project: Path) -> None:
+    rendering = rendering_for(Bytes(), "qwen3")
+    recorder = Recorder(Stuck(says_even_words, rendering), rendering)
+    recorder.open("r")
+    with InterceptionServer() as server:
+        env = {**os.environ, "OPENAI_API_KEY": server.open("r", recorder=recorder)}
+        command = [sys.executable, "-c", "from longrein.cli import main; main()", "eval", "--endpoint", server.url + "/v1"]
+        with subprocess.Popen(
+            [*command, "--model", "m", "--env", "echoes.Echo", "--count", "6", "--out", "cut"],
+            cwd=project, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        ) as process:  # fmt: skip
+            try:
+                deadline = time.monotonic() + 60
+                while not _played(project / "cut") and time.monotonic() < deadline and process.poll() is None:
+                    time.sleep(0.05)
+                process.send_signal(signal.SIGINT)
+                shown, told = process.communicate(timeout=60)
+            finally:
+                process.kill()
+    assert process.returncode == 130, told
+    assert "stopped after 2 of 6 rollouts; their figures are in" in told.replace("\n", " ")
+    assert "Traceback" not in told
+    results = json.loads((project / "cut/eval.json").read_text())
+    assert (results["complete"], results["overall"]["success"]["value"]) == (False, 0.5)
+    assert "50.0%" in shown
+
+
+def _played(folder: Path) -> bool:
+    try:
+        return len(list(Run(folder).rollouts())) == 2
+    except (LongreinError, sqlite3.Error):  # not there yet
+        return False
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,11 @@ def test_a_new_project_passes_its_tests_and_trains(folder: Any, tmp_path: Path, 
     assert "4 passed" in tested.stdout
     small = ["--steps", "2", "--tasks-per-step", "2", "--num-generations", "4", "--micro-batch", "8", "--heldout", "4"]
     longrein = [sys.executable, "-c", "from longrein.cli import main; main()"]
-    trained = in_folder(project, *longrein, "train", "run.toml", "--model", str(folder("tiny")), *small)
+    trained = in_folder(project, *longrein, "train", "run.toml", "--model", str(folder("tiny")), *small, "--json")
     assert trained.returncode == 0, trained.stderr
-    assert "success, FirstWord" in trained.stdout
+    summary = json.loads(trained.stdout)
+    assert (summary["steps"], list(summary["by_env"])) == (2, ["FirstWord"])
+    assert "step 2" in trained.stderr
     config = json.loads((project / "runs/latest/config.json").read_text())
     assert (config["env"], config["steps"], config["env_config"]) == ("word_game.FirstWord", 2, {"partial_reward": 0.2})
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -63,21 +63,18 @@ def main() -> None:
     rest = [word for word in ours if word != "--debug"]
     try:
         app([*(["--debug"] if debug else []), *rest, *words[len(ours) :]])
-    except LongreinError as error:
-        if debug:
-            raise
-        print(f"longrein: {error}", file=sys.stderr)
-        sys.exit(2)
-    except ModuleNotFoundError as error:
-        if debug or error.name not in TRAINING:
-            raise
-        print(f"longrein: {error.name} is not installed; training needs `pip install 'longrein[train]'`", file=sys.stderr)
-        sys.exit(2)
     except KeyboardInterrupt:
-        print("\nlongrein: stopped", file=sys.stderr)
-        sys.exit(130)
+        _end(130, "stopped")
     except Exception as error:
         if debug:
             raise
-        print(f"longrein: {type(error).__name__}: {error} (run with --debug for the traceback)", file=sys.stderr)
-        sys.exit(1)
+        if isinstance(error, LongreinError):
+            _end(2, str(error))
+        if isinstance(error, ModuleNotFoundError) and error.name in TRAINING:
+            _end(2, f"{error.name} is not installed; this needs `pip install 'longrein[train]'`")
+        _end(1, f"{type(error).__name__}: {error} (run with --debug for the traceback)")
+
+
+def _end(code: int, why: str) -> NoReturn:
+    print(f"longrein: {why}", file=sys.stderr)
+    sys.exit(code)

@@ -24,7 +24,7 @@ def test_every_setting_is_a_flag_with_help_and_the_same_default() -> None:
         assert flag.help == one.metadata["help"]
         if not isinstance(getattr(Settings(), one.name), dict | tuple):
             assert flag.default == one.default
-    assert set(flags) - set(setting_types()) == {"run_file", "config", "resume", "smoke"}
+    assert set(flags) - set(setting_types()) == {"run_file", "config", "resume", "smoke", "as_json"}
 
 
 def test_flags_win_over_the_run_file(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import typing
 from dataclasses import replace
@@ -42,6 +43,9 @@ def command(
     smoke: Annotated[
         bool, typer.Option("--smoke", help="A run of a minute, to see that a model loads, plays and trains.")
     ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as one JSON object; what happens meanwhile goes to stderr.")
+    ] = False,
     **flags: Any,
 ) -> None:
     if run_file is not None and config is not None and run_file != config:
@@ -55,13 +59,15 @@ def command(
     else:
         settings = settings_from({} if run_file is None else read_run_file(run_file), chosen)
     checked_sandbox(settings.sandbox)
-    _run(_smoke(settings) if smoke else settings, run_file)
+    _run(_smoke(settings) if smoke else settings, run_file, as_json=as_json)
 
 
-def _run(settings: Settings, run_file: Path | None) -> None:
+def _run(settings: Settings, run_file: Path | None, *, as_json: bool) -> None:
+    from rich.console import Console
+
     from longrein.display import TrainDisplay
 
-    with TrainDisplay() as display:
+    with TrainDisplay(Console(stderr=as_json)) as display:
         display.note("loading")
         _check_names(settings)
         from longrein.training.job import train
@@ -75,7 +81,10 @@ def _run(settings: Settings, run_file: Path | None) -> None:
         except KeyboardInterrupt:
             raise typer.Exit(_say_how_to_go_on(folder, run_file)) from None
         point_latest(folder)
-        display.summary(summary, folder)
+        if as_json:
+            print(json.dumps({**summary, "folder": str(folder)}))
+        else:
+            display.summary(summary, folder)
 
 
 def _check_names(settings: Settings) -> None:
