@@ -21,7 +21,7 @@ FILES = {
     "gitignore": ".gitignore",
 }
 """Of the starter, and what each is called in the project. MODULE and NAME are filled, in the files too."""
-TASKS = 64
+TASKS = 256
 
 
 def init(
