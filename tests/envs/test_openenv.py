@@ -8,6 +8,7 @@ import json
 import re
 import socket
 import time
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +25,8 @@ import itertools
 from openenv.core.env_server import create_app
 from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
 from openenv_worlds import Guess, MoveOrShout, Shop, Shout, Talk, TalkObservation, guessing, running
+
+DOCS = Path(__file__).parents[2] / "docs" / "openenv.md"
 
 
 def call(name, arguments=None, **fields):
@@ -213,26 +216,29 @@ def test_an_environment_of_mcp_tools_offers_them(play):
     assert "error" in told(rollout)[2]
 
 
-def test_a_server_of_our_own_is_started_and_ends_with_its_environment(tokenizer, rendering, tmp_path, monkeypatch):
-    (tmp_path / "talk_app.py").write_text(
-        "from openenv.core.env_server import create_app\n"
-        "from openenv_worlds import Shout, Talk, TalkObservation\n"
-        "app = create_app(Talk, Shout, TalkObservation)\n"
-    )
+def test_the_example_of_the_docs_starts_its_server_and_ends_it(folder, rendering, tmp_path, monkeypatch, capsys):
+    server, play, *_ = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.S)
+    (tmp_path / "double_server.py").write_text(server)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", __file__.rpartition("/")[0], prepend=":")
-    agent = Agent(None, tokenizer("qwen3"), engine=ScriptedEngine([call("shout", words="hey!")], rendering("qwen3")))
-    env = OpenEnv(tokenizer=tokenizer("qwen3"), env_config={"app": "talk_app:app"})
-    (rollout,) = env.run_trial([{"seed": 1}], agent)["rollouts"]
-    assert (rollout.failed, rollout.reward) == (None, 1.0)
+    names = {}
+    exec(play.replace(".cache/tiny", str(folder("tiny"))), names)
+    assert [rollout.failed for rollout in names["trial"]["rollouts"]] == [None] * 8
+    assert len(capsys.readouterr().out.splitlines()) == 8
+
+    env, tokenizer = names.pop("env"), names["agent"].tokenizer
+    agent = Agent(None, tokenizer, engine=ScriptedEngine([call("say", number=5), call("say", number=42)], rendering("tiny")))
+    (rollout,) = env.run_trial([{"seed": 21}], agent)["rollouts"]
+    assert (rollout.failed, rollout.reward, told(rollout)) == (None, 1.0, ["What is twice 21?", "No."])
     port = int(env.url.rpartition(":")[2])
     del env
     gc.collect()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=5)
-    broken = OpenEnv(tokenizer=tokenizer("qwen3"), env_config={"app": "no_such_module:app"})
+
+
+def test_a_server_that_cannot_start_says_why(play):
     with pytest.raises(LongreinError, match="no_such_module"):
-        broken.run_trial([{}], agent)
+        play(["hello"], [{}], app="no_such_module:app")
 
 
 def test_a_server_that_is_not_there_is_said_so(play):
