@@ -121,6 +121,9 @@ def test_failures_have_an_exit_code_of_their_own(project: Path, endpoint: Any, m
     to = ["--endpoint", endpoint(says_even_words), "--model", "m", "--key-env", "ECHO_KEY", "--env", "echoes.Echo"]
     assert run(monkeypatch, *to, "--count", "4", "--out", "some") == 3
     assert "2 rollouts failed" in capsys.readouterr().out
+    assert json.loads((project / "some/eval.json").read_text())["overall"]["success"]["value"] == 1.0, (
+        "of those that were scored"
+    )
     monkeypatch.setenv("ECHO_KEY", "wrong")
     assert run(monkeypatch, *to, "--count", "2", "--out", "all") == 1
     assert "every rollout failed; the first cause: EndpointError" in capsys.readouterr().err

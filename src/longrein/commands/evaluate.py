@@ -114,6 +114,7 @@ def _evaluate(
             )
             return results
         finally:
+            agent.engine.cancel()  # after Ctrl-C, replies that nobody waits for
             agent.engine.close()
 
 

@@ -73,6 +73,7 @@ def serve(
     except KeyboardInterrupt:
         note("\nlongrein: stopped")
     finally:
+        agent.engine.cancel()  # a long reply is not waited for
         agent.engine.close()
 
 
