@@ -17,6 +17,7 @@ from longrein.contract import LongreinError
 from longrein.engines.scripted import ScriptedEngine
 from longrein.envs.environment import EnvConfigError
 from longrein.envs.openenv import Actions, OpenEnv
+from longrein.envs.openenv_wire import Session
 
 pytest.importorskip("openenv", reason="openenv is not installed; `make test` installs it")
 
@@ -116,6 +117,27 @@ def test_arguments_that_are_no_object_are_told(tokenizer):
         broken, array = asyncio.run(answers(url))
     assert broken.startswith("error: guess cannot take {oops: ")
     assert array == "error: guess cannot take [1]: it takes an object"
+
+
+def test_nothing_is_done_after_the_end(play):
+    several = call("guess", number=2)
+    several["tool_calls"] += call("guess", number=3)["tool_calls"] + call("guess", number=8)["tool_calls"]
+    with guessing() as url:
+        (rollout,) = play([several], [{"seed": 3}], url=url)
+    assert (rollout.failed, rollout.turns, round(rollout.reward, 6)) == (None, 1, 1.2)
+
+
+def test_a_session_outlives_the_servers_pings_while_the_policy_thinks():
+    async def think(url):
+        session = Session(url, answer_seconds=5, full_seconds=5, idle_seconds=None)
+        await session.reset({"seed": 3})
+        await asyncio.sleep(1)
+        answer = await session.step({"number": 3})
+        await session.close()
+        return answer
+
+    with guessing(ws_ping_interval=0.2, ws_ping_timeout=0.2) as url:
+        assert asyncio.run(think(url))["done"] is True
 
 
 def test_an_exception_inside_the_environment_fails_the_rollout_unless_it_is_to_be_told(play):

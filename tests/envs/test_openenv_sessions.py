@@ -96,7 +96,7 @@ def test_trls_worker_trains_from_the_record(agent):
     from datasets import Dataset
     from trl.experimental.async_grpo.openenv_harness import _HarnessRolloutLoop
 
-    PartialState(cpu=True)
+    PartialState()
     kept: dict[str, Rollout] = {}
     agent.on_finish = lambda rollout: kept.setdefault(rollout.id, rollout)
     context = multiprocessing.get_context("spawn")
