@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,7 @@ class EvalDisplay:
 
 
 def show_evaluation(results: dict[str, Any], folder: Path) -> None:
-    console, about = Console(), results["about"]
+    console, about = _console(), results["about"]
     overall = results["overall"]
     title = f"{about['model']}, {overall['tasks']} tasks x {about['rollouts']}, temperature {about['temperature']:g}"
     table = Table(title=escape(title), title_justify="left")
@@ -172,14 +173,14 @@ def show_evaluation(results: dict[str, Any], folder: Path) -> None:
 
 
 def show_comparison(comparison: dict[str, Any], first: Path, second: Path) -> None:
-    console = Console()
+    console = _console()
     table = Table(title=escape(f"A {first}  B {second}"), title_justify="left")
     for column in ("", "A", "B", "B - A, 95%", "p", "better", "worse"):
         table.add_column(column, justify="right" if column else "left")
     for row in comparison["figures"]:
         form = "{:.1%}" if row["name"] == "success" else "{:.3f}"
         sides = (form.format(row["a"]), form.format(row["b"]), _interval(row["difference"], form))
-        table.add_row(row["name"], *sides, f"{row['p_value']:.3f}", str(row["better"]), str(row["worse"]))
+        table.add_row(row["name"], *sides, _p(row["p_value"]), str(row["better"]), str(row["worse"]))
     console.print(table)
     apart = comparison["only_a"] + comparison["only_b"]
     left_out = f"; {apart} that only one of them has are left out" if apart else ""
@@ -188,6 +189,15 @@ def show_comparison(comparison: dict[str, Any], first: Path, second: Path) -> No
         "p: sign-flip test over tasks.[/dim]",
         highlight=False,
     )
+
+
+def _console() -> Console:
+    """As wide as the terminal; piped, wide enough for the tables."""
+    return Console() if sys.stdout.isatty() else Console(width=120)
+
+
+def _p(value: float) -> str:
+    return "<0.001" if value < 0.001 else f"{value:.3f}"
 
 
 def _interval(estimate: dict[str, Any], form: str) -> str:
