@@ -19,7 +19,7 @@ from longrein.contract import LongreinError
 Z = 1.959964
 """Of 95%."""
 DRAWS = 4000
-WILSON = "Wilson, 95%, on the rollouts a cluster of alike ones is worth"
+WILSON = "Wilson, 95%; rollouts of one task count for as many as they are worth"
 BOOTSTRAP = f"bootstrap over tasks, 95%, {DRAWS} draws"
 
 
