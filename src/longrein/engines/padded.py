@@ -91,11 +91,11 @@ class Padded:
         return self.tables[name]
 
 
-def batches(pieces: Sequence[Piece], longest: Sequence[int], most_tokens: int) -> list[tuple[int, list[Piece]]]:
-    """The pieces in batches of one length each, the longest first, of at most `most_tokens` tokens with what pads them."""
+def batches(pieces: Sequence[Piece], lengths: Sequence[int], most_tokens: int) -> list[tuple[int, list[Piece]]]:
+    """The pieces in batches of one of the lengths each, the longest first, of at most `most_tokens` tokens with what pads them."""
     rest, made = sorted(pieces, key=lambda piece: piece.start - piece.end), []
     while rest:
-        length = next(size for size in longest if size >= rest[0].end - rest[0].start)
+        length = next(size for size in lengths if size >= rest[0].end - rest[0].start)
         count = max(most_tokens // length, 1)
         made.append((length, rest[:count]))
         rest = rest[count:]
