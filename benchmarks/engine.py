@@ -264,10 +264,14 @@ SHAPES: dict[str, tuple[Any, Lengths]] = {
 }  # fmt: skip
 
 
-def measure(shape: str, device: str, dtype: torch.dtype, sizes: tuple[int, int, int], rounds: int) -> dict[str, Any]:
-    make, lengths = SHAPES[shape]
+def random_model(shape: str, device: str, dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
-    model = make().to(device, dtype).eval()
+    with torch.device(device):  # a GPU draws a large model's weights in a moment, a CPU in many seconds
+        return SHAPES[shape][0]().to(dtype).eval()
+
+
+def measure(shape: str, device: str, dtype: torch.dtype, sizes: tuple[int, int, int], rounds: int) -> dict[str, Any]:
+    model, lengths = random_model(shape, device, dtype), SHAPES[shape][1]
     work = Workload(model.config.vocab_size, lengths, *sizes)
     warm = Workload(model.config.vocab_size, lengths, 2, 2, 1)
     ours, continuous = Ours(model, work), ContinuousBatching(copy.deepcopy(model), work)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine import SHAPES, Lengths, Workload
+from benchmarks.engine import Lengths, Workload, random_model
 from benchmarks.measure import machine
 from longrein.contract import SampleRequest, Sampling
 from longrein.engines.forwarding import SlotForward
@@ -53,8 +53,7 @@ def distances(model: Any, calls: list[tuple[list[int], Any]]) -> dict[str, float
 
 
 def check(shape: str, device: str, dtype: torch.dtype, *, captured: bool, cache_tokens: int | None = None) -> dict[str, Any]:
-    torch.manual_seed(0)
-    model = _wide(SHAPES[shape][0]().to(device, dtype).eval())
+    model = _wide(random_model(shape, device, dtype))
     work = Workload(model.config.vocab_size, Lengths(96, 32, (8, 40), (4, 24)), tasks=4, rollouts=4, turns=4)
     engine = TransformersEngine(model, cache_tokens=cache_tokens)
     try:
@@ -81,8 +80,7 @@ def check(shape: str, device: str, dtype: torch.dtype, *, captured: bool, cache_
 @torch.no_grad()
 def rounding(shape: str, device: str) -> dict[str, Any]:
     """How far plain bfloat16 passes are from float32, and from each other in batches of other shapes: nobody is nearer."""
-    torch.manual_seed(0)
-    exact = _wide(SHAPES[shape][0]().to(device, torch.float32).eval())
+    exact = _wide(random_model(shape, device, torch.float32))
     short = copy.deepcopy(exact).to(torch.bfloat16)
     exact.load_state_dict(short.state_dict())  # the same weights, so that only the computing is rounded
     ids = torch.randint(0, exact.config.vocab_size, (16, 256), device=device)
@@ -115,8 +113,7 @@ def _wide(model: Any) -> Any:
 
 def decoding(shape: str, device: str, dtype: torch.dtype, rows: int, *, captured: bool) -> dict[str, Any]:
     """Tokens a second of `rows` replies of 128 tokens to one prompt of 512."""
-    torch.manual_seed(0)
-    model = SHAPES[shape][0]().to(device, dtype).eval()
+    model = random_model(shape, device, dtype)
     engine = TransformersEngine(model)
     vocabulary = model.config.vocab_size
 
