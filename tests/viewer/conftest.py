@@ -60,7 +60,7 @@ def address(folder_of_run: Path) -> Iterator[str]:
         yield at
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # its event loop runs in this thread, where other modules' tests run theirs
 def browser() -> Iterator[Any]:
     missing = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
     try:
