@@ -17,7 +17,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,9 +151,12 @@ class VLLMServer:
         raise LongreinError(f"vLLM ended by itself with status {status}: {self._said()}")
 
     def close(self) -> None:
-        """End the server and its children: it is asked first, so that it removes the shared memory it made."""
+        """End the server and its children. It is asked first; shared memory that it leaves all the same is removed."""
+        left: set[Path] = set()
         if self._process.poll() is None:
-            for pid, group in supervisor.descendants(self._process.pid).items():
+            family = supervisor.descendants(self._process.pid)
+            left = _shared_memory(family)
+            for pid, group in family.items():
                 if pid == group:  # the server itself, which leads the session it was started in
                     with contextlib.suppress(OSError):
                         os.kill(pid, signal.SIGINT)
@@ -164,6 +167,8 @@ class VLLMServer:
             self._process.stdin.write(supervisor.STOP)
             self._process.stdin.close()
         self._process.wait()
+        for path in left:
+            path.unlink(missing_ok=True)
 
     def __enter__(self) -> VLLMServer:
         try:
@@ -181,6 +186,16 @@ class VLLMServer:
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         errors = [line for line in lines if re.search(r"[Ee]rror: ", line) and not re.search(r" (WARNING|INFO) ", line)]
         return f"{(errors or lines or ['it said nothing'])[-1][-500:]} (all of it: {self.log})"
+
+
+def _shared_memory(pids: Iterable[int]) -> set[Path]:
+    """What Python's multiprocessing made for these processes, which outlives them when they are killed."""
+    mapped: set[str] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # by inode: a semaphore is mapped under another name than it then gets
+            mapped |= set(re.findall(r" (\d+) +/dev/shm/", Path(f"/proc/{pid}/maps").read_text()))
+    made = [*Path("/dev/shm").glob("psm_*"), *Path("/dev/shm").glob("sem.mp-*")]
+    return {path for path in made if path.exists() and str(path.stat().st_ino) in mapped}
 
 
 def _free(host: str, port: int) -> bool:
