@@ -104,6 +104,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(folder: Any, tmp_path: Path) -> None
         _, told = process.communicate(timeout=60)
     assert process.returncode == 130, told
     assert "stopped; go on with: longrein train --resume run" in told
+    assert os.readlink(tmp_path / "latest") == "run"
     config = json.loads((tmp_path / "run/config.json").read_text())
     (tmp_path / "run/config.json").write_text(json.dumps({**config, "steps": 5}))
     result = longrein("train", "--resume", "run", cwd=tmp_path)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from longrein.commands.common import checked_sandbox, import_from, model_folder, new_run_folder, point_latest
+from longrein.commands.common import checked_sandbox, import_from, model_folder, new_run_folder
 from longrein.commands.flags import said, with_settings
 from longrein.contract import LongreinError
 from longrein.training.settings import Settings, read_run_file, settings_from
@@ -69,7 +69,6 @@ def command(
     results = _evaluate(
         settings, folder, endpoint, key_env, heldout=heldout, count=count, rollouts=rollouts, concurrency=concurrency
     )
-    point_latest(folder)
     if as_json:
         print(json.dumps({**results, "folder": str(folder)}))
     else:

@@ -107,6 +107,8 @@ def _smoke(settings: Settings) -> Settings:
 
 def _say_how_to_go_on(folder: Path, run_file: Path | None) -> int:
     saved = any(folder.glob("checkpoints/checkpoint-*"))
+    if saved:
+        point_latest(folder)
     # The run file's folder is where the modules it names are; its settings are in the run already.
     beside = "" if run_file is None or run_file.parent.resolve() == Path.cwd() else f"{run_file} "
     then = f"go on with: longrein train {beside}--resume {folder}" if saved else "nothing was trained yet"
