@@ -77,6 +77,10 @@ def next_messages(text: st.SearchStrategy[str] = TEXT) -> st.SearchStrategy[list
 
 def reply_texts(name: str) -> st.SearchStrategy[str]:
     """What the model of that tokenizer may write: text, reasoning open and closed, tool calls sound and broken."""
+    if name == "mistral_nemo":
+        call = st.tuples(NAME, ARGUMENTS).map(lambda c: json.dumps({"name": c[0], "arguments": c[1], "id": "abcdefghi"}))
+        calls = st.lists(call, max_size=2).map(lambda made: f"[TOOL_CALLS][{', '.join(made)}]")
+        return TEXT | calls | calls.map(lambda text: text[:-1]) | PLAIN
     if name == "llama3_2":
         call = st.tuples(NAME, ARGUMENTS).map(lambda c: json.dumps({"name": c[0], "parameters": c[1]}))
         return TEXT | call | call.map(lambda text: text[:-1]) | PLAIN

@@ -239,6 +239,26 @@ def test_a_family_that_ends_a_reply_with_the_next_role_is_spliced_without_writin
     assert list(engine.requests[-1].prompt_ids).count(observation) == 1
 
 
+def test_the_result_of_a_call_is_told_under_the_id_that_the_model_gave_it(growing: Any, rendering: Named) -> None:
+    kimi, mistral = FamilyRendering(growing, "kimi-k2"), rendering("mistral_nemo")
+    written = {
+        "functions.look:0": kimi.encode_reply({**assistant(""), "tool_calls": [{**LOOK_CALL, "id": "functions.look:0"}]}),
+        "abcdefghi": mistral.encode_reply({**assistant(""), "tool_calls": [{**LOOK_CALL, "id": "abcdefghi"}]}),
+    }
+    for found, (own, ids) in zip((kimi, mistral), written.items(), strict=True):
+        recorder, engine = recording(found, lambda _, ids=ids: ids)
+        call = ask(recorder, [user("hi")], [LOOK])
+        (asked,) = call.reply["tool_calls"]
+        assert asked["id"] == f"call_{call.id}_0_{own}"
+        ask(recorder, [user("hi"), call.reply, result("dark", asked["id"])], [LOOK])
+        told = found.decode(engine.requests[-1].prompt_ids)
+        assert told.count(own) == 2  # in the call and in its result
+        assert call.id not in told
+
+
+LOOK_CALL = {"type": "function", "function": {"name": "look", "arguments": '{"room": "a"}'}}
+
+
 @pytest.mark.parametrize(
     ("recorded", "echoed"),
     [

@@ -285,15 +285,15 @@ def test_without_thinking_the_prompt_closes_the_reasoning(tokenizer: Named) -> N
 # Replies
 
 
-@pytest.mark.parametrize("name", ["qwen3", "tiny", "qwen2_5", "llama3_2"])
+@pytest.mark.parametrize("name", ["qwen3", "tiny", "qwen2_5", "llama3_2", "mistral_nemo"])
 @settings(max_examples=60)
 @given(text=PLAIN, calls=st.lists(st.tuples(NAME, ARGUMENTS), max_size=3))
 def test_a_message_written_and_parsed_is_the_same_message(
     name: str, rendering: Named, text: str, calls: list[tuple[str, dict[str, Any]]]
 ) -> None:
     found = rendering(name)
-    if name == "llama3_2" and calls:  # one call, and no words beside it
-        text, calls = "", calls[:1]
+    if name in ("llama3_2", "mistral_nemo") and calls:  # no words beside a call, and Llama has one at a time
+        text, calls = "", calls[:1] if name == "llama3_2" else calls
     ids = found.encode_reply(assistant(text, *calls))
     assert ids[-1] in found.stop_ids
     parsed = found.parse(ids, found.prompt([user("hi")], [LOOK]), [LOOK])
@@ -328,6 +328,8 @@ def test_any_ids_parse_into_a_message_a_program_can_read(
         '{"name": "look", "arguments": ["kitchen"]}',
         '{"name": "look", "arguments": "kitchen"}',
         '{"name": {"look": 1}, "arguments": {}}',
+        '{"name": "look\\ud800", "arguments": {}}',
+        '{"name": "look", "arguments": {"room": ' + "[" * 33 + "]" * 33 + "}}",
         '{"arguments": {"room": "kitchen"}}',
         '["look"]',
         "look(kitchen)",
@@ -350,6 +352,35 @@ def test_json_too_deep_or_too_long_for_the_parser_stays_in_the_text(name: str, b
     text = body if name == "llama3_2" else f"<tool_call>\n{body}\n</tool_call>"
     parsed = found.parse(found.encode_reply(text))
     assert parsed == assistant(text)
+
+
+MISTRAL_CALL = '{"name": "look", "arguments": {}, "id": "abcdefghi"}'
+
+
+@pytest.mark.parametrize(
+    ("written", "content", "ids"),
+    [
+        (f"[TOOL_CALLS][{MISTRAL_CALL}]", "", ["abcdefghi"]),
+        (f"I look.[TOOL_CALLS][{MISTRAL_CALL}, {MISTRAL_CALL}]", "I look.", ["abcdefghi", "abcdefghi"]),
+        ('[TOOL_CALLS][{"name": "look"}, {"name": 1}]', '{"name": 1}', [None]),
+        ("[TOOL_CALLS][", "[TOOL_CALLS][", []),
+        ("[TOOL_CALLS][1]", "[TOOL_CALLS][1]", []),
+        ("[TOOL_CALLS]" + "[" * 3000, "[TOOL_CALLS]" + "[" * 3000, []),
+        ("[TOOL_CALLS]look(attic)", "[TOOL_CALLS]look(attic)", []),
+    ],
+)
+def test_what_mistral_calls_is_read(rendering: Named, written: str, content: str, ids: list[str | None]) -> None:
+    parsed = rendering("mistral_nemo").parse(rendering("mistral_nemo").encode_reply(written))
+    assert parsed["content"] == content
+    assert [call.get("id") for call in parsed.get("tool_calls", [])] == ids
+
+
+def test_a_template_without_a_place_for_tools_says_so_once(tokenizer: Named, caplog: pytest.LogCaptureFixture) -> None:
+    found = rendering_for(tokenizer("smollm2"))
+    assert found.prompt([user("hi")], [LOOK]) == found.prompt([user("hi")])
+    assert caplog.text.count("has no place for tools") == 1
+    found.prompt([user("hi")], [LOOK])
+    assert caplog.text.count("has no place for tools") == 1
 
 
 def test_arguments_written_as_a_string_of_json_are_arguments(rendering: Named) -> None:

@@ -21,6 +21,7 @@ from longrein.contract import Engine, LongreinError, Message, Sampled, SampleReq
 from longrein.digests import Digests, copied, digest_of, extend
 from longrein.rendering import ConversationError, Rendering
 from longrein.rollout import Call, Ids, Rollout
+from longrein.tool_calls import call_id as tool_call_id
 
 History = Literal["sampled", "as_sent"]
 T = TypeVar("T")
@@ -326,7 +327,7 @@ class Recorder:
         reply = self.rendering.parse(sampled.ids, place.prompt_ids, tools)
         reply["content"] = cut(reply["content"], stop)
         for index, tool_call in enumerate(reply.get("tool_calls", ())):
-            tool_call["id"] = f"call_{call_id}_{index}"
+            tool_call["id"] = tool_call_id(call_id, index, tool_call.get("id"))
         asked_for_tool = sampled.finish_reason == "stop" and reply.get("tool_calls")
         truncated = sampled.sampler_logprobs
         return Call(

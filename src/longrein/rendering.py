@@ -7,15 +7,14 @@ own messages. Where it cannot be made exactly, `extension` says so with None and
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from longrein.contract import LongreinError, Message, Tool
 from longrein.tokenizer import PlainTokenizer
+from longrein.tool_calls import MistralToolParser, named_results, own_id, readable, with_object_arguments, with_short_ids
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,7 +65,7 @@ class Rendering(Protocol):
         ...
 
     def parse(self, completion_ids: Tokens, prompt_ids: Tokens = (), tools: Sequence[Tool] = ()) -> Message:
-        """A sampled reply as an assistant message; its tool calls have no ids yet."""
+        """A sampled reply as an assistant message; its tool calls have the ids that the model gave them, if any."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -121,8 +120,10 @@ class _Replies:
             return {"role": "assistant", "content": self.decode(ids)}
         content, calls = [parsed.content], []
         for call in parsed.tool_calls:
-            if (arguments := _json_arguments(call)) is not None:
-                calls.append({"type": "function", "function": {"name": call.name, "arguments": arguments}})
+            function = readable(call.name, call.arguments) if call.status == "ok" else None
+            if function is not None:
+                own = {"id": call.id} if isinstance(call.id, str) else {}
+                calls.append({**own, "type": "function", "function": function})
             else:  # a call that a program could not read stays in the text, as the model wrote it
                 content.append(self.decode(ids[slice(*call.token_span)]) if call.token_span else call.raw)
         message: Message = {"role": "assistant", "content": "\n".join(filter(None, content))}
@@ -208,7 +209,7 @@ class FamilyRendering(_Replies):
         # What a family writes after a closed reply depends on how it was closed, not on what came before, so a two-token
         # conversation stands in for the real one. Tool results carry the name of the tool for the families that write it.
         stub = self._stub_reply if stop_id is None else [*self._stub_reply[:-1], stop_id]
-        return self._bridge(self._stub_prompt, stub, _named_results(reply, new_messages), tools)
+        return self._bridge(self._stub_prompt, stub, named_results(reply, new_messages), tools)
 
     def close(self, prompt_ids: Tokens, completion_ids: Tokens) -> list[int]:
         if len(completion_ids) and completion_ids[-1] in self.stop_ids:
@@ -260,11 +261,16 @@ class TemplateRendering(_Replies):
 
     def __init__(self, tokenizer: Any, **template_kwargs: Any) -> None:
         from renderers import DefaultRendererConfig, create_renderer
+        from renderers.parsers import TOOL_PARSERS
 
         self._tokenizer = tokenizer
         self._kwargs = template_kwargs
         vocabulary = tokenizer.get_vocab()
         tool_parser = "qwen3" if "<tool_call>" in vocabulary and "</tool_call>" in vocabulary else None
+        self._short_ids = MistralToolParser.MARK in vocabulary
+        if self._short_ids:
+            TOOL_PARSERS[MistralToolParser.name] = MistralToolParser
+            tool_parser = MistralToolParser.name
         reasoning_parser = "think" if "</think>" in vocabulary else None
         self._parser = create_renderer(
             tokenizer, DefaultRendererConfig(tool_parser=tool_parser, reasoning_parser=reasoning_parser)
@@ -276,15 +282,25 @@ class TemplateRendering(_Replies):
             raise LongreinError(
                 "the chat template writes no token that ends a reply and the tokenizer has no eos token; set one of them"
             )
+        self._hides_tools = False
+        """Whether it is still to be said that the model is not shown its tools."""
         self._kept: dict[tuple[bool, bool], bool | None] = {}
         """By whether there is a system message, and whether there are tools; None where the template refuses to."""
         for system, tools in itertools.product([False, True], repeat=2):
             self._kept[system, tools] = True  # until shown otherwise
             self._kept[system, tools] = self._probe([_SYSTEM] if system else [], [_LOOK] if tools else [])
         self.keeps_prefixes = any(self._kept.values())
+        self._hides_tools = self._ignores_tools()
         self._warn()
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        if tools and self._hides_tools:
+            self._hides_tools = False  # said once
+            logger.warning(
+                "the chat template of %r has no place for tools: the model is not shown those it was given. Take a template "
+                "that writes them (`tokenizer.chat_template`), or describe them in the prompt.",
+                getattr(self._tokenizer, "name_or_path", "the tokenizer"),
+            )
         return self._encode(self._text(messages, tools, generation=True))
 
     def extension(
@@ -302,7 +318,7 @@ class TemplateRendering(_Replies):
         answered = [*system, _user("hi"), {**reply, "role": "assistant", "content": self._MARK, "reasoning_content": None}]
         try:
             short = self._text(answered, tools)
-            long = self._text([*answered, *_named_results(reply, new_messages)], tools, generation=True)
+            long = self._text([*answered, *named_results(reply, new_messages)], tools, generation=True)
         except LongreinError:  # a turn the template does not know: `prompt` refuses it in words
             return None
         if not (long.startswith(short) and short.endswith(self._after_close)):
@@ -320,6 +336,8 @@ class TemplateRendering(_Replies):
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Tool] = (), generation: bool = False) -> str:
         given = [_for_template(m) for m in messages]
+        if self._short_ids:
+            given = [with_short_ids(m) for m in given]
         try:
             return self._tokenizer.apply_chat_template(
                 given, tools=list(tools) or None, add_generation_prompt=generation, tokenize=False, **self._kwargs
@@ -334,6 +352,13 @@ class TemplateRendering(_Replies):
         if not ids or ids[0] not in {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}:
             return [], ""
         return ids[:1], closing.removeprefix(self._tokenizer.convert_ids_to_tokens(ids[0]))
+
+    def _ignores_tools(self) -> bool:
+        """Whether tools make no difference to what the template writes; one that refuses them says so itself."""
+        try:
+            return self._text([_user("hi")], [_LOOK]) == self._text([_user("hi")])
+        except ConversationError:
+            return False
 
     def _probe(self, system: list[Message], tools: list[Tool]) -> bool | None:
         """Whether splicing turn after turn gives what rendering the whole conversation gives; None if it is refused."""
@@ -383,7 +408,8 @@ def _said(text: str) -> Message:
 
 
 def _for_template(message: Message) -> Message:
-    """The message as templates expect it: text content, tool arguments as objects, the one name for a system role."""
+    """The message as templates expect it: text content, tool arguments as objects, the model's own ids, the one name for a
+    system role."""
     message = {key: value for key, value in message.items() if value is not None}
     content = message.get("content", "")
     if isinstance(content, list):
@@ -392,9 +418,12 @@ def _for_template(message: Message) -> Message:
     if message.get("role") == "developer":
         message["role"] = "system"
     if message.get("tool_calls"):
-        message["tool_calls"] = [_with_object_arguments(call) for call in message["tool_calls"]]
+        calls = [with_object_arguments(call) for call in message["tool_calls"]]
+        message["tool_calls"] = [{**call, "id": own_id(call["id"])} if call.get("id") else call for call in calls]
     else:
         message.pop("tool_calls", None)
+    if isinstance(answered := message.get("tool_call_id"), str):
+        message["tool_call_id"] = own_id(answered)
     return message
 
 
@@ -405,38 +434,6 @@ def _part_text(part: Any) -> str:
         kind = part.get("type") if isinstance(part, dict) else part
         raise ConversationError(f"a message has a content part of type {kind!r}; only text can be rendered")
     return part["text"] or ""
-
-
-def _with_object_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    function = dict(call["function"])
-    if isinstance(function.get("arguments"), str):
-        with contextlib.suppress(ValueError, RecursionError):
-            function["arguments"] = json.loads(function["arguments"] or "{}")
-    return {**call, "function": function}
-
-
-def _named_results(reply: Message, messages: Sequence[Message]) -> list[Message]:
-    """Tool results with the name of the tool that gave them."""
-    names = {call.get("id"): call["function"]["name"] for call in reply.get("tool_calls") or ()}
-    return [
-        {**m, "name": names[m.get("tool_call_id")]}
-        if m.get("role") == "tool" and not m.get("name") and m.get("tool_call_id") in names
-        else m
-        for m in messages
-    ]
-
-
-def _json_arguments(call: Any) -> str | None:
-    """The arguments of a parsed tool call as a JSON object; None when they are none, or the call has no name."""
-    if call.status != "ok" or not call.name or not isinstance(call.name, str):
-        return None
-    try:
-        arguments = json.loads(call.arguments or "{}") if isinstance(call.arguments, str) else call.arguments
-        text = json.dumps({} if arguments is None else arguments, ensure_ascii=False, allow_nan=False)
-        text.encode()  # half of a surrogate pair is JSON, but not text
-    except (ValueError, RecursionError):
-        return None
-    return text if text.startswith("{") else None
 
 
 _LOOK: Tool = {

@@ -112,6 +112,37 @@ def test_of_two_alike_replies_the_one_that_is_echoed_is_continued(program: MakeP
     assert (after_one.parent, after_two.parent) == (one.id, two.id)
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("name", CLIENTS)
+@pytest.mark.parametrize(
+    ("function", "is_call"),
+    [
+        ('{"name": "look", "arguments": {"room": 123456789012345678901234567890}}', True),
+        ('{"name": "look", "arguments": {"room": "\\u0000\\ufeff\\ud83d\\ude00 e\\u0301"}}', True),
+        ('{"name": "look", "arguments": {"room": ' + "[" * 31 + "]" * 31 + "}}", True),
+        ('{"name": "look", "arguments": {"room": ' + "[" * 300 + "]" * 300 + "}}", False),
+        ('{"name": "lo\\ud800ok", "arguments": {}}', False),
+    ],
+    ids=["long number", "odd text", "nested", "too deep", "half a character"],
+)
+def test_whatever_call_the_model_writes_the_program_can_go_on(
+    program: MakeProgram, name: str, stream: bool, function: str, is_call: bool
+) -> None:
+    there = program([f"<tool_call>\n{function}\n</tool_call>", "done"])
+    client = CLIENTS[name](there, [LOOK])
+    client.user("hi")
+    calls = client.ask(stream).calls
+    assert len(calls) == is_call
+    for call in calls:
+        client.result(call, "dark")
+    if not calls:
+        client.user("what?")
+    assert client.ask(stream).text == "done"
+    one, two = there.calls
+    assert two.parent == one.id
+    assert (there.traffic.failure, there.traffic.errors) == (None, 0)
+
+
 # White box equals black box
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import orjson
@@ -43,7 +44,7 @@ async def read_json(http: web.Request) -> Any:
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json", headers=headers)
+    return web.Response(body=_written(body), status=status, content_type="application/json", headers=headers)
 
 
 def error_response(error: DialectError, dialect: Dialect) -> web.Response:
@@ -54,7 +55,14 @@ def error_response(error: DialectError, dialect: Dialect) -> web.Response:
 def sse_event(body: dict[str, Any]) -> bytes:
     """An event on the wire, named where it has a type."""
     name = b"event: " + body["type"].encode() + b"\n" if "type" in body else b""
-    return name + b"data: " + orjson.dumps(body) + b"\n\n"
+    return name + b"data: " + _written(body) + b"\n\n"
+
+
+def _written(body: Any) -> bytes:
+    try:
+        return orjson.dumps(body)
+    except TypeError:  # a model may write integers of more than 64 bits
+        return json.dumps(body, ensure_ascii=False).encode()
 
 
 def write_through(http: web.Request) -> None:

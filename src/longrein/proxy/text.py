@@ -6,12 +6,11 @@ content ends where the tool calls begin, and a call that a program could not rea
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-from typing import Any
 
 from longrein.contract import Message
+from longrein.tool_calls import readable
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
@@ -50,15 +49,9 @@ def _reasoning(text: str) -> tuple[str, str]:
     return "", text
 
 
-def _call(text: str) -> dict[str, Any] | None:
-    with contextlib.suppress(ValueError, RecursionError):
+def _call(text: str) -> dict[str, str] | None:
+    try:
         call = json.loads(text)
-        if isinstance(call, dict) and call.get("name") and isinstance(call["name"], str):
-            arguments = call.get("arguments", {})
-            arguments = {} if arguments is None else arguments
-            if isinstance(arguments, str):
-                arguments = json.loads(arguments or "{}")
-            written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-            written.encode()  # half of a surrogate pair is JSON, but not text
-            return {"name": call["name"], "arguments": written} if isinstance(arguments, dict) else None
-    return None
+    except (ValueError, RecursionError):
+        return None
+    return readable(call.get("name"), call.get("arguments")) if isinstance(call, dict) else None
