@@ -10,7 +10,10 @@ from typing import Any
 from aiohttp import web
 
 Behaviour = Callable[[dict[str, Any]], "web.Response | str | None"]
-"""What to do with a request: a response, `drop` the connection, `hang` until it closes, or None to answer well."""
+"""What to do with a request: a response, `drop` the connection, `hang` until it closes, `hold` the answer until `let_go`, or
+None to answer well."""
+PATIENCE = 60
+"""Seconds that a slow machine may take for anything; on a quick one nothing waits so long."""
 
 
 class BadServer:
@@ -31,17 +34,22 @@ class BadServer:
 
     def start(self) -> None:
         self.label, self.paused = "default", False
+        self._let_go = asyncio.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(PATIENCE)
 
     def stop(self) -> None:
         if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(10)
+            asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(PATIENCE)
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(10)
+            self._thread.join(PATIENCE)
             self._loop.close()
+
+    def let_go(self) -> None:
+        """Answer what is held."""
+        self._loop.call_soon_threadsafe(self._let_go.set)
 
     def __enter__(self) -> BadServer:
         return self
@@ -90,9 +98,11 @@ class BadServer:
         if answer == "hang":
             self.hanging.release()
             try:
-                await asyncio.sleep(60)
+                await asyncio.sleep(10 * PATIENCE)
             finally:
                 self.left.release()
+        if answer == "hold":
+            await self._let_go.wait()
         return answer if isinstance(answer, web.Response) else web.json_response(self.reply(body))
 
     def reply(self, body: dict[str, Any], **choice: Any) -> dict[str, Any]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from aiohttp import web
-from bad_server import BadServer
+from bad_server import PATIENCE, BadServer
 from safetensors.torch import load_file
 
 from longrein.contract import LongreinError, Sampled, SampleRequest, Sampling
@@ -35,7 +35,7 @@ def server() -> Iterator[BadServer]:
 
 @pytest.fixture
 def engine(server: BadServer) -> Iterator[VLLMEngine]:
-    engine = VLLMEngine(server.url, patience=5.0)
+    engine = VLLMEngine(server.url, patience=PATIENCE)
     yield engine
     engine.close()
 
@@ -47,6 +47,25 @@ def request(seed: int = 1, rollout: str = "", **sampling: Any) -> SampleRequest:
 def sample(engine: VLLMEngine, *requests: SampleRequest) -> list[Sampled]:
     async def all_of_them() -> list[Sampled]:
         return await asyncio.gather(*(engine.sample(one) for one in requests))
+
+    return asyncio.run(all_of_them())
+
+
+def sample_together(engine: VLLMEngine, servers: Sequence[BadServer], *requests: SampleRequest) -> list[Sampled]:
+    """As `sample`, and no call is answered before all have reached a server: so the least-loaded one is always the same."""
+    before = [server.behaviour for server in servers]
+    asked = sum(len(server.asked) for server in servers) + len(requests)
+    for server in servers:
+        server.behaviour = lambda body: "hold" if "sampling_params" in body else None
+
+    async def all_of_them() -> list[Sampled]:
+        calls = asyncio.gather(*(engine.sample(one) for one in requests))
+        while sum(len(server.asked) for server in servers) < asked:
+            await asyncio.sleep(0.001)
+        for server, behaviour in zip(servers, before, strict=True):
+            server.behaviour = behaviour
+            server.let_go()
+        return await calls
 
     return asyncio.run(all_of_them())
 
@@ -122,13 +141,13 @@ def test_a_call_that_is_given_up_closes_its_connection(engine: VLLMEngine, serve
 
     async def give_up() -> None:
         call = asyncio.create_task(engine.sample(request()))
-        await asyncio.to_thread(server.hanging.acquire, timeout=10)
+        assert await asyncio.to_thread(server.hanging.acquire, timeout=PATIENCE)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
 
     asyncio.run(give_up())
-    assert server.left.acquire(timeout=10)
+    assert server.left.acquire(timeout=PATIENCE)
     assert sample(engine, request(seed=3))[0].ids[0] == 4
 
 
@@ -146,20 +165,22 @@ def test_cancel_refuses_what_runs_and_serves_what_comes(engine: VLLMEngine, serv
     for thread in threads:
         thread.start()
     for _ in threads:
-        assert server.hanging.acquire(timeout=10)
+        assert server.hanging.acquire(timeout=PATIENCE)
     engine.cancel()
     for thread in threads:
-        thread.join(10)
+        thread.join(PATIENCE)
     assert failures == ["the engine was told to cancel what it was sampling"] * 2
-    assert server.left.acquire(timeout=10)
+    assert server.left.acquire(timeout=PATIENCE)
     assert sample(engine, request(seed=3))[0].ids[0] == 4
 
 
 def test_turns_of_a_conversation_go_to_one_replica_and_conversations_are_spread() -> None:
     with BadServer() as one, BadServer() as two:
         engine = VLLMEngine([one.url, two.url])
-        for _ in range(3):
-            sample(engine, *(request(seed=number, rollout=f"r{number}") for number in range(8)))
+        turns = [request(seed=number, rollout=f"r{number}") for number in range(8)]
+        sample_together(engine, (one, two), *turns)
+        for _ in range(2):
+            sample(engine, *turns)
         seeds = [{asked["sampling_params"]["seed"] for asked in server.asked} for server in (one, two)]
         assert [len(of_server) for of_server in seeds] == [4, 4]
         assert not seeds[0] & seeds[1]
@@ -168,11 +189,12 @@ def test_turns_of_a_conversation_go_to_one_replica_and_conversations_are_spread(
 
 def test_conversations_move_when_their_replica_is_away() -> None:
     with BadServer() as one, BadServer() as two:
-        engine = VLLMEngine([one.url, two.url], patience=5.0)
-        sample(engine, *(request(seed=number, rollout=f"r{number}") for number in range(4)))
+        engine = VLLMEngine([one.url, two.url], patience=PATIENCE)
+        turns = [request(seed=number, rollout=f"r{number}") for number in range(4)]
+        sample_together(engine, (one, two), *turns)
+        assert (len(one.asked), len(two.asked)) == (2, 2)
         one.stop()
-        replies = sample(engine, *(request(seed=number, rollout=f"r{number}") for number in range(4)))
-        assert [reply.ids[0] for reply in replies] == [1, 2, 3, 4]
+        assert [reply.ids[0] for reply in sample(engine, *turns)] == [1, 2, 3, 4]
         assert len(two.asked) == 2 + 4
         engine.close()
 
@@ -256,7 +278,7 @@ def test_a_server_that_forgot_its_weights_unseen_is_found_out(engine: VLLMEngine
 
 def test_a_replica_that_was_away_during_an_update_gets_it_later() -> None:
     with BadServer() as one, BadServer() as two:
-        engine = VLLMEngine([one.url, two.url], patience=5.0)
+        engine = VLLMEngine([one.url, two.url], patience=PATIENCE)
         update(engine, 1.0, version=1)
         sample(engine, request(), request())
         port_label = two.label

@@ -7,6 +7,8 @@ import time
 import uuid
 from pathlib import Path
 
+from longrein.harnesses.program import Program
+
 
 def marker() -> str:
     """A word that no other process has in its command line."""
@@ -29,7 +31,11 @@ def alive(mark: str) -> list[int]:
     return found
 
 
-def until(condition: object, seconds: float = 10.0) -> bool:
+PATIENCE = 60.0
+"""Seconds that a slow machine may take for anything; on a quick one nothing waits so long."""
+
+
+def until(condition: object, seconds: float = PATIENCE) -> bool:
     """Whether the condition came true in time."""
     assert callable(condition)
     deadline = time.monotonic() + seconds
@@ -38,6 +44,12 @@ def until(condition: object, seconds: float = 10.0) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def time_is_up(program: Program) -> None:
+    """Its limit of time is now: for a program that has come, however slowly, to where a test wants it."""
+    assert until(lambda: program.stdout.size)
+    program._deadline = time.monotonic()
 
 
 DAEMON = """
@@ -79,11 +91,17 @@ while time.monotonic() < end:
 """Doubles to about twice `count` processes, some in sessions of their own, each of which goes on forking for half a minute."""
 
 RABBIT = """
-import os, time
+import os, sys, time
+if os.fork():
+    os.wait()
+    print("started", flush=True)
+    time.sleep(float(sys.argv[1]))
+    os._exit(0)
 end = time.monotonic() + 15
 while time.monotonic() < end:
     if os.fork():
         os._exit(0)
     os.setsid()
 """
-"""Never more than one process or two, and never the same for long: each forks the next, in a session of its own, and ends."""
+"""Beside the program itself never more than one process or two, and never the same for long: each forks the next, in a session
+of its own, and ends."""

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import requests
 from hunter import REACT, hunter
-from processes import BOMB, DAEMON, alive, marker, until
+from processes import BOMB, DAEMON, PATIENCE, alive, marker, time_is_up, until
 
 from longrein.contract import AgentSession, AgentSessionFactory, LongreinError, SampleRequest, Verdict
 from longrein.engines.scripted import ScriptedEngine
@@ -41,7 +41,7 @@ def python(server: InterceptionServer) -> Callable[..., ProcessSessionFactory]:
     """A factory for a program given as Python text, that is judged by its exit code unless told otherwise."""
 
     def make(text: str, *arguments: str, **options: Any) -> ProcessSessionFactory:
-        options = {"verify": lambda task, outcome: float(outcome.exit_code == 0), "timeout": 30, **options}
+        options = {"verify": lambda task, outcome: float(outcome.exit_code == 0), "timeout": PATIENCE, **options}
         return ProcessSessionFactory(["{python}", "-c", text, *arguments], server=server, **options)
 
     return make
@@ -146,11 +146,17 @@ def test_a_program_out_of_time_is_ended_and_scored(python: Any) -> None:
         seen.append(outcome)
         return 0.25
 
-    factory = python("import time; print('working', flush=True); time.sleep(100)", timeout=0.7, verify=judge)
+    factory = python("import time; print('working', flush=True); time.sleep(100)", verify=judge)
     with factory.create(task=None, rollout_id="time") as session:
+        time_is_up(session._program)
         assert session.next_request() is None
         assert session.run() == Verdict(0.25)
     assert (seen[0].limit, seen[0].exit_code, seen[0].stdout) == ("time", 137, "working\n")
+
+
+def test_the_limit_of_time_is_the_factorys(python: Any) -> None:
+    with python("import time; time.sleep(100)", timeout=0.3).create(task=None, rollout_id="limit") as session:
+        assert (session.wait().limit, session.wait().exit_code) == ("time", 137)
 
 
 def test_output_is_bounded(python: Any) -> None:
@@ -217,7 +223,7 @@ def _raises(task: Any, outcome: Outcome) -> float:
     ],
 )
 def test_a_verifier_that_breaks_gives_no_reward(python: Any, verify: Any, words: str) -> None:
-    factory = python("pass", verify=verify, verify_timeout=0.5)
+    factory = python("pass", verify=verify, verify_timeout=0.5 if verify == ["sleep", "50"] else PATIENCE)
     with factory.create(task=None, rollout_id="broken") as session, pytest.raises(HarnessError, match=words):
         session.run()
 
@@ -230,7 +236,7 @@ def test_an_engine_that_breaks_gives_no_reward(server: InterceptionServer, rende
     found = rendering("qwen3")
     recorder = Recorder(Broken([], found), found)
     recorder.open("engine")
-    factory = ProcessSessionFactory(REACT, server=server, verify=lambda *_: 1.0, recorder=recorder, timeout=30)
+    factory = ProcessSessionFactory(REACT, server=server, verify=lambda *_: 1.0, recorder=recorder, timeout=PATIENCE)
     with factory.create(task=TASK, rollout_id="engine") as session:
         assert session.wait().exit_code != 0
         with pytest.raises(HarnessError, match="the engine fell over"):
@@ -248,7 +254,7 @@ def test_a_program_out_of_calls_is_scored(server: InterceptionServer, rendering:
         verify=lambda task, outcome: outcomes.append(outcome) or 0.125,
         recorder=recorder,
         limits=CallLimits(max_calls=2),
-        timeout=30,
+        timeout=PATIENCE,
     )
     with factory.create(task=TASK, rollout_id="calls") as session:
         assert session.run() == Verdict(0.125)
@@ -291,7 +297,7 @@ def test_close_works_in_any_state_and_more_than_once(python: Any) -> None:
     for thread in closers:
         thread.start()
     for thread in [*closers, waiting]:
-        thread.join(timeout=10)
+        thread.join(timeout=PATIENCE)
         assert not thread.is_alive()
     assert woken == [None]
     session.close()
@@ -316,7 +322,7 @@ def test_close_ends_a_verifier_too(python: Any) -> None:
     verifying.start()
     assert until(lambda: len(alive(mark)) == 2)
     session.close()
-    verifying.join(timeout=10)
+    verifying.join(timeout=PATIENCE)
     assert alive(mark) == []
     assert "broke with 137" in str(trouble[0])
 
@@ -356,7 +362,7 @@ def test_killing_us_leaves_no_process_and_no_folder_behind() -> None:
     assert until(lambda: len(alive(mark)) == 1 + 3 * 3)
     assert all(root.exists() for root in roots)
     os.kill(us.pid, signal.SIGKILL)
-    us.wait(timeout=10)
+    us.wait(timeout=PATIENCE)
     assert until(lambda: alive(mark) == [])
     assert until(lambda: not any(root.exists() for root in roots))
 
@@ -380,6 +386,8 @@ def test_a_waiter_that_gives_up_ends_nothing_for_others(python: Any) -> None:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(session.wait_async(), timeout=0.1)
 
-    with python("import time; time.sleep(0.5)").create(task=None, rollout_id="give-up") as session:
+    text = "import os, time\nwhile not os.path.exists('go'):\n    time.sleep(0.01)"
+    with python(text, sandbox="none").create(task=None, rollout_id="give-up") as session:
         asyncio.run(give_up(session))
+        (session.workdir / "go").touch()
         assert session.run().env_reward == 1.0

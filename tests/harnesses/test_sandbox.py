@@ -1,6 +1,6 @@
 """Programs in their sandbox, for real: what they cannot see, reach or use up, and what comes out.
 
-Every attack here is bounded, so that it costs nothing where the sandbox is broken.
+Every attack here is bounded, so that it costs little where the sandbox is broken: it ends by the limit of time.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hunter import REACT, hunter
-from processes import DAEMON, RABBIT, alive, marker, until
+from processes import DAEMON, PATIENCE, RABBIT, alive, marker, time_is_up, until
 
 from longrein.engines.scripted import ScriptedEngine
 from longrein.harnesses import HarnessError, Outcome, ProcessSessionFactory, sandbox
@@ -51,7 +50,7 @@ def boxed(server: InterceptionServer) -> Boxed:
     def make(text: str, *arguments: str, **options: Any) -> ProcessSessionFactory:
         options = {
             "verify": lambda task, outcome: float(outcome.exit_code == 0),
-            "timeout": 30,
+            "timeout": PATIENCE,
             "sandbox": "bubblewrap",
             **options,
         }
@@ -206,7 +205,7 @@ def test_a_verifier_beside_the_program_is_empty_to_it(server: Any, tmp_path: Pat
     (package / "agent").chmod(0o755)
     monkeypatch.syspath_prepend(package)
     factory = ProcessSessionFactory(
-        [str(package / "agent")], server=server, verify="judging.verify", sandbox="bubblewrap", timeout=30
+        [str(package / "agent")], server=server, verify="judging.verify", sandbox="bubblewrap", timeout=PATIENCE
     )
     with factory.create(task=None, rollout_id="beside") as session:
         assert session.run().env_reward == 1.0, session.wait()
@@ -215,7 +214,7 @@ def test_a_verifier_beside_the_program_is_empty_to_it(server: Any, tmp_path: Pat
 def test_a_command_that_names_a_folder_or_a_device_shows_nothing_more(server: Any, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret-of-ours")
     command = ["sh", "-c", 'ls "$1"; echo fine > "$2"; ls "$3"', "sh", str(tmp_path), "/dev/null", "/"]
-    factory = ProcessSessionFactory(command, server=server, verify=lambda *_: 1.0, sandbox="bubblewrap", timeout=30)
+    factory = ProcessSessionFactory(command, server=server, verify=lambda *_: 1.0, sandbox="bubblewrap", timeout=PATIENCE)
     with factory.create(task=None, rollout_id="names") as session:
         outcome = session.wait()
         assert outcome.exit_code == 0
@@ -223,25 +222,25 @@ def test_a_command_that_names_a_folder_or_a_device_shows_nothing_more(server: An
         assert "secret" not in outcome.stdout
 
 
-FORKS = "import os, time\nfor _ in range(300):\n    if os.fork() == 0:\n        time.sleep(8)\n        os._exit(0)\ntime.sleep(8)"
+FORKS = "import os, time\nfor _ in range(300):\n    if os.fork() == 0:\n        time.sleep(99)\n        os._exit(0)\ntime.sleep(99)"
 DOUBLES = """
 import os, time
 for _ in range(8):
     os.fork()
     os.setsid() if os.getpid() != os.getpgid(0) else None
-time.sleep(8)
+time.sleep(99)
 """
-THREADS = "import threading, time\nfor _ in range(200):\n    threading.Thread(target=time.sleep, args=(8,)).start()"
-HOARDS = "import time\nheld = []\nfor _ in range(30):\n    held.append(bytearray(b'x' * 10_000_000))\ntime.sleep(8)"
+THREADS = "import threading, time\nfor _ in range(200):\n    threading.Thread(target=time.sleep, args=(99,)).start()"
+HOARDS = "import time\nheld = []\nfor _ in range(30):\n    held.append(bytearray(b'x' * 10_000_000))\ntime.sleep(99)"
 FILLS = """
 import sys, time
 with open(sys.argv[1], "wb") as file:
     for _ in range(200):
         file.write(b"x" * 1_000_000)
         file.flush()
-time.sleep(8)
+time.sleep(99)
 """
-STREWS = "import os, time\nos.mkdir('d')\nfor n in range(20_000):\n    open('d/' + str(n), 'w').close()\ntime.sleep(8)"
+STREWS = "import os, time\nos.mkdir('d')\nfor n in range(20_000):\n    open('d/' + str(n), 'w').close()\ntime.sleep(99)"
 
 
 @pytest.mark.parametrize(
@@ -265,10 +264,8 @@ def test_a_bomb_ends_its_own_rollout_only_and_says_why(
     mark = marker()
     factory = boxed(text, *arguments, mark, sandbox=SMALL, verify=lambda task, outcome: judged.append(outcome) or 0.25)
     beside = boxed("import sys; sys.stdin.read(); import time; time.sleep(0.3); print('fine')", sandbox=SMALL)
-    began = time.monotonic()
     with beside.create(task=None, rollout_id="beside") as other, factory.create(task=None, rollout_id="bomb") as session:
         assert session.run().env_reward == 0.25
-        assert time.monotonic() - began < 6
         assert alive(mark) == []
         assert (other.wait().exit_code, other.wait().stdout) == (0, "fine\n")
     assert judged[0].limit == limit
@@ -285,7 +282,7 @@ def test_a_page_that_processes_share_is_counted_once(boxed: Boxed) -> None:
 def test_nothing_is_left_of_what_moves_away(boxed: Boxed, text: str) -> None:
     mark = marker()
     session = boxed(text, "100", mark).create(task=None, rollout_id="left")
-    assert until(lambda: len(alive(mark)) >= 4)
+    assert until(lambda: session._program.stdout.text() == "started\n")
     session.close()
     assert alive(mark) == []
     assert not session.workdir.parent.exists()
@@ -319,7 +316,7 @@ def test_killing_us_or_the_supervisors_leaves_nothing(whom: str) -> None:
             assert until(lambda: alive(mark) == [us.pid])
     finally:
         us.kill()
-        us.wait(timeout=10)
+        us.wait(timeout=PATIENCE)
     assert until(lambda: alive(mark) == [])
     if whom == "us":
         assert until(lambda: not any(root.exists() for root in roots))
@@ -379,9 +376,10 @@ def test_many_links_to_one_file_are_not_many_files_outside(boxed: Boxed) -> None
 
 
 def test_a_program_out_of_time_has_its_work_judged(boxed: Boxed) -> None:
-    text = "import time\nopen('half', 'w').write('done')\ntime.sleep(60)"
+    text = "import time\nopen('half', 'w').write('done')\nprint('half done', flush=True)\ntime.sleep(100)"
     judge = lambda task, outcome: float((outcome.workdir / "half").read_text() == "done")  # noqa: E731
-    with boxed(text, timeout=1, verify=judge).create(task=None, rollout_id="time") as session:
+    with boxed(text, verify=judge).create(task=None, rollout_id="time") as session:
+        time_is_up(session._program)
         assert session.run().env_reward == 1.0
         assert session.wait().limit == "time"
 
@@ -467,7 +465,7 @@ def test_react_samples_the_same_tokens_inside_as_outside(server: InterceptionSer
             verify="longrein.harnesses.react.verify_hunt",
             recorder=recorder,
             sandbox=box,
-            timeout=60,
+            timeout=PATIENCE,
         )
         with factory.create(task=TASK, rollout_id=f"{box}{flags}") as session:
             assert session.run().env_reward == 1.0, session.wait().stderr
@@ -483,7 +481,7 @@ ASKS = """
 import http.client, json, os, sys
 def ask(content, wait=True):
     host = os.environ["OPENAI_BASE_URL"].split("/")[2]
-    connection = http.client.HTTPConnection(host, timeout=30)
+    connection = http.client.HTTPConnection(host, timeout=60)
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}]})
     connection.request("POST", "/v1/chat/completions", body, {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
     if wait:

@@ -14,9 +14,14 @@ from typing import Any
 import made
 import pytest
 from aiohttp import web
+from playwright.sync_api import expect, sync_playwright
 
 from longrein.runs import Run
 from longrein.viewer.server import application
+
+PATIENCE = 60
+"""Seconds that a slow machine may take for anything; on a quick one nothing waits so long."""
+expect.set_options(timeout=PATIENCE * 1000)
 
 Serve = Callable[[Path], contextlib.AbstractContextManager[str]]
 
@@ -34,11 +39,11 @@ def serving(folder: Path) -> Iterator[str]:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         return runner, runner.addresses[0][1]
 
-    runner, port = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+    runner, port = asyncio.run_coroutine_threadsafe(start(), loop).result(PATIENCE)
     try:
         yield f"http://127.0.0.1:{port}/"
     finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(PATIENCE)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
@@ -63,10 +68,6 @@ def address(folder_of_run: Path) -> Iterator[str]:
 @pytest.fixture(scope="module")  # its event loop runs in this thread, where other modules' tests run theirs
 def browser() -> Iterator[Any]:
     missing = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
-    try:
-        from playwright.sync_api import sync_playwright
-    except ModuleNotFoundError:
-        missing("playwright is not installed; `make test` installs it")
     path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if path is None:
         missing("there is no Chromium; `make test` installs Debian's")
@@ -80,7 +81,7 @@ def browser() -> Iterator[Any]:
 def page(browser: Any) -> Iterator[Any]:
     """A fresh window. Whatever the page's script throws or the browser refuses fails the test, and so does any other address."""
     context = browser.new_context(viewport={"width": 1180, "height": 860})
-    context.set_default_timeout(15_000)
+    context.set_default_timeout(PATIENCE * 1000)
     window = context.new_page()
     wrong: list[str] = []
     window.on("pageerror", lambda error: wrong.append(str(error)))

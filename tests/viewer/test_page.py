@@ -1,7 +1,12 @@
-"""The page in a real browser: what a person sees, clicks and types."""
+"""The page in a real browser: what a person sees, clicks and types.
+
+A message counts as seen from the browser's next frame on (`content-visibility`), and what a click changes is drawn once its data
+is there: such text is waited for with `expect`, never read at once.
+"""
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +14,7 @@ from typing import Any
 import made
 import numpy as np
 import pytest
+from playwright.sync_api import expect
 
 from longrein.rollout import Call, Rollout
 from longrein.runs import Run, RunWriter
@@ -26,8 +32,19 @@ VIEWS = [
 
 
 def shown(page: Any, address: str, view: str = "#/") -> None:
+    """Open a view, and see it: drawn, and painted."""
     page.goto(address + view)
     page.locator(f"main[data-shown='{view}']").wait_for(state="attached")
+    painted(page)
+
+
+def painted(page: Any) -> None:
+    page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+def listed(page: Any, rollouts: int, more: str = "") -> None:
+    """Wait for the table of so many rollouts."""
+    expect(page.locator(".pager [role=status]")).to_have_text(re.compile(rf"^{rollouts} rollouts · .*{more}$"))
 
 
 def test_the_first_screen_tells_how_the_run_goes(page: Any, address: str) -> None:
@@ -50,7 +67,7 @@ def test_pointing_at_a_chart_tells_a_steps_figures(page: Any, address: str) -> N
     chart = page.locator("section[aria-label='Time of a step'] svg")
     box = chart.bounding_box()
     page.mouse.move(box["x"] + 50, box["y"] + 50)
-    assert page.locator("section[aria-label='Time of a step'] .legend").inner_text().startswith("step 1")
+    expect(page.locator("section[aria-label='Time of a step'] .legend")).to_have_text(re.compile("^step 1"))
 
 
 def test_the_first_screen_follows_a_run_that_trains(page: Any, serve: Any, tmp_path: Path, tokenizer: Any) -> None:
@@ -69,31 +86,33 @@ def test_rollouts_are_filtered_searched_sorted_and_paged(page: Any, address: str
     shown(page, address, "#/rollouts")
     rows = page.locator("tbody tr")
     assert rows.count() == 50
-    assert "65 rollouts · page 1 of 2" in page.locator(".pager").inner_text()
+    listed(page, 65, "page 1 of 2")
     page.get_by_role("button", name="next").click()
-    page.locator(".pager", has_text="page 2 of 2").wait_for()
+    listed(page, 65, "page 2 of 2")
     assert rows.count() == 15
     page.get_by_label("environment").select_option("HarnessEnv")
-    page.locator(".pager", has_text="32 rollouts").wait_for()
+    listed(page, 32)
     page.get_by_label("outcome").select_option("failed")
-    page.locator(".pager", has_text="4 rollouts").wait_for()
+    listed(page, 4)
     assert set(page.locator("tbody td:nth-child(7)").all_inner_texts()) == {"failed"}
     page.get_by_role("button", name="clear").click()
-    page.locator(".pager", has_text="65 rollouts").wait_for()
+    listed(page, 65)
     page.get_by_label("search in task and conversation").fill('日本語🙂 <img src=x onerror="')  # only in the conversation
     page.keyboard.press("Enter")
-    page.locator(".pager", has_text="64 rollouts").wait_for()
+    listed(page, 64)
     page.get_by_label("search in task and conversation").fill("ATTIC 3")
     page.keyboard.press("Enter")
-    page.locator(".pager", has_text="4 rollouts").wait_for()
+    listed(page, 4)
     page.get_by_role("button", name="clear").click()
+    listed(page, 65)
     page.get_by_label("with branches").check()
-    page.locator(".pager", has_text="8 rollouts").wait_for()
+    listed(page, 8)
     assert set(page.locator("tbody td:nth-child(9)").all_inner_texts()) == {"3"}
     page.get_by_label("step", exact=True).fill("2")
     page.keyboard.press("Enter")
-    page.locator(".pager", has_text="2 rollouts").wait_for()
+    listed(page, 2)
     page.get_by_role("button", name="clear").click()
+    listed(page, 65)
     page.get_by_role("button", name="tokens").click()
     page.locator("th[aria-sort=descending]", has_text="tokens").wait_for()
     assert rows.first.locator("td").nth(9).inner_text() == "100,000"
@@ -104,13 +123,13 @@ def test_rollouts_are_filtered_searched_sorted_and_paged(page: Any, address: str
 
 def test_a_rollout_reads_as_a_conversation_with_its_tool_calls_folded(page: Any, address: str) -> None:
     shown(page, address, "#/rollout/1")
-    roles = page.locator(".message header b").all_inner_texts()
-    assert roles == ["system", "user", "assistant", "tool", "assistant"]
+    roles = page.locator(".message header b")
+    expect(roles).to_have_text(["system", "user", "assistant", "tool", "assistant"], use_inner_text=True)
     call = page.locator(".message details", has_text="calls")
-    assert call.locator("pre").is_hidden()
+    expect(call.locator("pre")).to_be_hidden()
     call.locator("summary").click()
-    assert '"room": "' in call.locator("pre").inner_text()
-    assert page.locator(".message details", has_text="reasoning").locator(".thought").is_hidden()
+    expect(call.locator("pre")).to_contain_text('"room": "', use_inner_text=True)
+    expect(page.locator(".message details", has_text="reasoning").locator(".thought")).to_be_hidden()
 
 
 def test_tokens_are_shown_as_the_model_saw_them(page: Any, address: str, folder_of_run: Path, tokenizer: Any) -> None:
@@ -119,12 +138,12 @@ def test_tokens_are_shown_as_the_model_saw_them(page: Any, address: str, folder_
     rollout = run.rollout(2)
     (branch,) = rollout.branches()
     tokens = page.locator(".token")
-    assert tokens.count() == len(branch.token_ids)
+    expect(tokens).to_have_count(len(branch.token_ids))
     first = int(np.flatnonzero(branch.sampled)[0])
     tokens.nth(first).hover()
+    expect(page.locator(".inspect")).to_contain_text(f"id {branch.token_ids[first]} ")
     told = page.locator(".inspect").inner_text()
     advantage = f"{run.advantages(2)['a'][0]:.4f}".replace("-", "−")
-    assert f"id {branch.token_ids[first]} " in told
     assert f"log-probability −{-branch.logprobs[first]:.4f}" in told
     assert f"advantage {advantage}" in told
     assert "sampled" in told
@@ -142,9 +161,7 @@ def test_branches_are_clicked_through(page: Any, address: str) -> None:
     assert nodes.count() == 5
     assert page.locator(".tree svg").get_attribute("aria-label") == "5 calls in 3 branches"
     nodes.nth(3).click()
-    page.locator(".block h3", has_text="auxiliary").wait_for()
-    assert page.locator(".block h3").count() == 2
-    assert page.locator(".block h3").all_inner_texts()[1].endswith("not trained: auxiliary")
+    expect(page.locator(".block h3")).to_have_text([re.compile("read"), re.compile("not trained: auxiliary$")])
     page.get_by_role("button", name="reason").click()
     page.locator(".legend", has_text="not trained: auxiliary").wait_for()
     nodes.nth(3).focus()
@@ -189,28 +206,31 @@ def test_two_rollouts_of_a_group_part_where_their_tokens_do(page: Any, serve: An
         shown(page, address, "#/rollout/1")
         page.get_by_label("Compare with").select_option("2")
         page.get_by_text("the first 10 tokens are the same").wait_for()
-        assert page.locator(".parting + .message").all_inner_texts() == [
-            page.locator(".message").nth(3).inner_text(),
-            page.locator(".message").nth(7).inner_text(),
-        ]
+        expect(page.locator(".parting + .message .text")).to_have_text(["7", "8"], use_inner_text=True)
         page.get_by_role("button", name="Tokens").click()
-        page.locator(".token").first.wait_for()
+        expect(page.locator(".parting + .token")).to_have_count(2)
         assert [token.get_attribute("data-at") for token in page.locator(".parting + .token").all()] == ["10", "10"]
         page.keyboard.press("p")
 
 
-def test_a_conversation_of_100000_tokens_stays_quick(page: Any, address: str) -> None:
-    started = time.perf_counter()
+def test_a_conversation_of_100000_tokens_stays_quick(page: Any, address: str, browser: Any) -> None:
+    system = browser.new_browser_cdp_session()
+
+    def spent() -> float:
+        """Processor seconds of the browser, and of the server in this process: other programs may be busy on this machine."""
+        processes = system.send("SystemInfo.getProcessInfo")["processInfo"]
+        return time.process_time() + sum(process["cpuTime"] for process in processes)
+
+    before = spent()
     shown(page, address, "#/rollout/65?view=tokens")
     page.locator(".token").first.wait_for()
-    opened = time.perf_counter() - started
-    assert opened < 8
+    assert spent() - before < 8
     nodes = "document.querySelectorAll('.token').length"
     assert 0 < page.evaluate(nodes) < 10_000
     page.locator(".tokens").focus()
     page.keyboard.press("End")
     page.locator(".inspect", has_text="token 99,999").wait_for()
-    assert page.locator("[data-at='99999']").is_visible()
+    expect(page.locator("[data-at='99999']")).to_be_visible()
     page.keyboard.press("PageUp")
     page.locator(".inspect", has_text="token 99,599").wait_for()
     assert page.evaluate(nodes) < 10_000
@@ -230,7 +250,7 @@ def test_text_of_models_and_programs_is_text(
         assert page.locator("main img, main script, main iframe, main object").count() == 0
         assert page.locator("main b", has_text="bold").count() == 0
     shown(page, address, "#/rollout/4")
-    assert made.MARKUP in page.locator(".message .text").nth(1).inner_text()
+    expect(page.locator(".message .text").nth(1)).to_contain_text(made.MARKUP, use_inner_text=True)
 
 
 def test_the_file_is_the_same_page_and_asks_nobody(page: Any, folder_of_run: Path, tmp_path: Path) -> None:
@@ -241,9 +261,9 @@ def test_the_file_is_the_same_page_and_asks_nobody(page: Any, folder_of_run: Pat
     shown(page, address)
     assert page.locator("svg[role=img]").count() == 5
     shown(page, address, "#/rollouts")
-    page.locator(".pager", has_text="20 rollouts").wait_for()
+    listed(page, 20)
     page.get_by_label("outcome").select_option("failed")
-    page.locator(".pager", has_text="4 rollouts").wait_for()
+    listed(page, 4)
     page.locator("tbody a").first.click()
     page.get_by_role("button", name="Tokens").click()
     page.locator(".token").first.wait_for()
@@ -284,13 +304,46 @@ def test_dark_and_light(page: Any, address: str) -> None:
     assert page.evaluate(brightness) > 600  # it is kept
 
 
+def test_a_view_that_answers_late_changes_nothing(page: Any, address: str) -> None:
+    late: list[Any] = []
+    page.route("**/api/rollouts/2?*", lambda route: late.append(route))
+    shown(page, address, "#/rollouts")
+    with page.expect_request("**/api/rollouts/2?*"):
+        page.goto(address + "#/compare/1/2")
+    shown(page, address, "#/rollout/1")
+    with page.expect_request_finished(lambda request: "rollouts/2/tokens" in request.url):
+        late.pop().continue_()
+    painted(page)
+    expect(page.get_by_role("heading", name="Rollout 1", exact=True)).to_be_visible()
+    page.keyboard.press("t")
+    expect(page.locator("main[data-shown='#/rollout/1?view=tokens']")).to_be_attached()
+
+
+def test_an_overview_that_was_left_before_it_came_asks_no_more(page: Any, address: str) -> None:
+    late: list[Any] = []
+    slow = {"overview"}
+    page.clock.install()
+    page.route("**/api/overview?*", lambda route: late.append(route) if slow else route.continue_())
+    with page.expect_request("**/api/overview?*"):
+        page.goto(address)
+    page.goto(address + "#/rollout/1")
+    slow.clear()
+    for route in late:
+        route.continue_()
+    page.locator("main[data-shown='#/rollout/1']").wait_for(state="attached")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.clock.run_for(60_000)
+    assert asked == []
+
+
 def test_the_keyboard_is_enough(page: Any, address: str) -> None:
     shown(page, address)
     page.keyboard.press("/")
     page.locator("#search:focus").wait_for()
     page.keyboard.type("attic 3")
     page.keyboard.press("Enter")
-    page.locator(".pager", has_text="4 rollouts").wait_for()
+    listed(page, 4)
     page.evaluate("document.activeElement.blur()")
     page.keyboard.press("j")
     page.keyboard.press("j")

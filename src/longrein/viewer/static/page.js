@@ -99,9 +99,7 @@ function taskLine(text) {
 // ---- routes
 
 const main = document.getElementById("main");
-let leave = () => {};
-let keys = {};
-let turn = 0;
+let visit = { keys: {}, ends: [], over: false };  // what the view that is shown, or on its way, answers to and ends with
 
 function place() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
@@ -122,11 +120,10 @@ let before = "";
 
 async function show() {
   const focused = main.contains(document.activeElement) ? called(document.activeElement) : null, top = scrollY;
-  leave();
-  leave = () => {};
-  keys = {};
-  const mine = ++turn;
-  const { parts, query } = place();
+  visit.over = true;
+  for (const end of visit.ends) end();
+  const mine = visit = { keys: {}, ends: [], over: false };  // a view that answers late knows its own visit only
+  const { parts, query } = place(), hash = location.hash;
   const [name = "overview"] = parts;
   const view = { overview, rollouts: table, rollout: one, compare }[name] || overview;
   for (const link of document.querySelectorAll("nav a")) {
@@ -134,18 +131,18 @@ async function show() {
     if (current) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current");
   }
   try {
-    const [built] = await Promise.all([view(parts, query), latest ?? whole()]);
-    if (mine !== turn) return;
+    const [built] = await Promise.all([view(parts, query, mine), latest ?? whole()]);
+    if (mine.over) return;
     main.replaceChildren(...[built].flat());
     if (focused) [...main.querySelectorAll("button, input, select, a, [tabindex]")].find((element) => called(element) === focused)?.focus({ preventScroll: true });
     scrollTo(0, parts.join("/") === before ? top : 0);
     before = parts.join("/");
-    main.dataset.shown = location.hash;
+    main.dataset.shown = hash;
     main.dispatchEvent(new CustomEvent("shown"));
   } catch (error) {
-    if (mine !== turn) return;
+    if (mine.over) return;
     main.replaceChildren(make("p.notice", { role: "alert" }, error.message));
-    main.dataset.shown = location.hash;
+    main.dataset.shown = hash;
   }
 }
 
@@ -160,16 +157,17 @@ async function whole() {  // the overview is asked for again only when the run h
   return latest;
 }
 
-async function overview() {
+async function overview(parts, query, visit) {
   const body = make("div", {});
   let drawn = null, timer = 0;
   const refresh = async () => {
     const data = await whole();
     if (data !== drawn) draw(body, (drawn = data));
-    if (!embedded) timer = setTimeout(() => refresh().catch(lost), 2000);
+    again(2000);
   };
-  const lost = () => { document.getElementById("live").textContent = "the server is gone"; timer = setTimeout(() => refresh().catch(lost), 5000); };
-  leave = () => clearTimeout(timer);
+  const again = (wait) => { if (!embedded && !visit.over) timer = setTimeout(() => refresh().catch(lost), wait); };
+  const lost = () => { document.getElementById("live").textContent = "the server is gone"; again(5000); };
+  visit.ends.push(() => clearTimeout(timer));
   await refresh();
   return body;
 }
@@ -377,7 +375,7 @@ function watched(svg, x, steps, last, at) {
 
 const COLUMNS = [["number", "#", true], ["step", "step", true], ["phase", "phase"], ["env", "environment"], [null, "task"], ["reward", "reward", true], [null, "outcome"], ["turns", "turns", true], ["branches", "branches", true], ["tokens", "tokens", true], ["advantage", "advantage", true]];
 
-async function table(parts, query) {
+async function table(parts, query, visit) {
   const [data, run] = await Promise.all([ask("rollouts", query), whole()]);
   const set = (changes) => go(["rollouts"], { ...query, page: "", ...changes });
   const options = (values, current, all) => [make("option", { value: "" }, all), ...values.map(([value, text]) => make("option", { value, selected: value === (current || "") }, text))];
@@ -411,7 +409,7 @@ async function table(parts, query) {
     const links = [...body.querySelectorAll("a")];
     links[Math.min(links.length - 1, Math.max(0, links.indexOf(document.activeElement) + by))]?.focus();
   };
-  keys = { j: () => step(1), k: () => step(-1), "]": () => page + 1 < data.pages && turn(page + 1), "[": () => page > 0 && turn(page - 1) };
+  visit.keys = { j: () => step(1), k: () => step(-1), "]": () => page + 1 < data.pages && turn(page + 1), "[": () => page > 0 && turn(page - 1) };
   return [make("h1.hidden", {}, "Rollouts"), filters, make("div.table", {}, make("table", {}, make("thead", {}, head), body)),
     data.rows.length ? pager : make("p.notice", {}, "No rollout fits.")];
 }
@@ -426,7 +424,7 @@ function pathTo(calls, tip) {
   return path.reverse();
 }
 
-async function one(parts, query) {
+async function one(parts, query, visit) {
   const number = Number(parts[1]);
   const rollout = await ask(`rollouts/${number}`);
   const calls = rollout.calls, leaf = query.call != null && calls[query.call] ? Number(query.call) : calls.length - 1;
@@ -453,8 +451,8 @@ async function one(parts, query) {
     asTokens ? switcher("Colour", MODES.map((mode) => [mode === "origin" ? "" : mode, mode]), query.color || "", (value) => set({ color: value })) : null, asTokens ? inspect : null);
   const tree = calls.length > 1 ? treeOf(calls, leaf, (call) => set({ call: call === calls.length - 1 ? "" : call })) : null;
   let content = make("p.notice", {}, "No model call was made.");
-  if (calls.length) content = asTokens ? tokenView(tokens, query.color || "origin", inspect, calls) : conversation(rollout, leaf);
-  keys = {
+  if (calls.length) content = asTokens ? tokenView(tokens, query.color || "origin", inspect, visit) : conversation(rollout, leaf);
+  visit.keys = {
     "]": () => rollout.next != null && go(["rollout", rollout.next], { view: query.view, color: query.color }),
     "[": () => rollout.previous != null && go(["rollout", rollout.previous], { view: query.view, color: query.color }),
     t: () => set({ view: asTokens ? "" : "tokens" }),
@@ -580,7 +578,7 @@ function painter(mode, segments) {
   return [(t) => (!t.sampled ? "" : t.reason ? "var(--untrained)" : "var(--trained)"), [["read", "transparent"], ["sampled and trained", "var(--trained)"], ["sampled, not trained", "var(--untrained)"]]];
 }
 
-function tokenView(data, mode, inspect, calls, { parting = null, label = "Tokens" } = {}) {
+function tokenView(data, mode, inspect, visit, { parting = null, label = "Tokens" } = {}) {
   const [paint, legend] = painter(mode, data.segments);
   const blocks = [];
   let start = 0;
@@ -649,8 +647,7 @@ function tokenView(data, mode, inspect, calls, { parting = null, label = "Tokens
     if (by) { event.preventDefault(); move(current + by); }
     else if (event.key === "Home" || event.key === "End") { event.preventDefault(); move(event.key === "Home" ? 0 : total - 1); }
   });
-  const before = leave;
-  leave = () => { before(); seen.disconnect(); };
+  visit.ends.push(() => seen.disconnect());
   inspect.textContent = `${count(total)} tokens; point at one, or use the arrow keys`;
   const colours = make("div.legend", { "aria-label": "Colours" }, legend.map(([text, background]) => { const mark = make("i", {}); mark.style.background = background; return make("span", {}, mark, text); }));
   const holder = make("div", {}, colours, view);
@@ -676,7 +673,7 @@ function visible(piece) {
 
 // ---- two rollouts of a group
 
-async function compare(parts, query) {
+async function compare(parts, query, visit) {
   const numbers = [Number(parts[1]), Number(parts[2])];
   const rollouts = await Promise.all(numbers.map((number) => ask(`rollouts/${number}`)));
   const tokens = await Promise.all(numbers.map((number) => ask(`rollouts/${number}/tokens`)));
@@ -693,12 +690,12 @@ async function compare(parts, query) {
   const inspect = make("div.inspect", { "aria-live": "polite" });
   const columns = rollouts.map((rollout, index) => {
     const content = !rollout.calls.length ? make("p.notice", {}, "No model call was made.")
-      : asTokens ? tokenView(tokens[index], query.color || "origin", inspect, rollout.calls, { parting: same ? null : parting, label: `Tokens of rollout ${rollout.number}` })
+      : asTokens ? tokenView(tokens[index], query.color || "origin", inspect, visit, { parting: same ? null : parting, label: `Tokens of rollout ${rollout.number}` })
       : conversation(rollout, rollout.calls.length - 1, same ? null : message);
     return [make("section", { "aria-label": `Rollout ${rollout.number}` }, make("div.head", {}, make("h2", {}, make("a", { href: `#/rollout/${rollout.number}` }, `Rollout ${rollout.number}`)), outcome(rollout), make("span.soft", {}, `reward ${fixed(rollout.reward, 3)} · ${count(rollout.tokens)} tokens`)), content), content];
   });
   const jump = make("button", { type: "button", disabled: same, onclick: () => { for (const [, content] of columns) content.reveal?.(Math.max(0, parting - 1)); document.querySelector(".parting")?.scrollIntoView({ block: "center" }); } }, "go to where they part");
-  keys = { t: () => set({ view: asTokens ? "" : "tokens" }), p: () => jump.click() };
+  visit.keys = { t: () => set({ view: asTokens ? "" : "tokens" }), p: () => jump.click() };
   return [make("div.head", {}, make("h1", {}, `Rollouts ${numbers.join(" and ")}`), make("span.soft", { role: "status" }, same ? "the same tokens" : `the first ${count(parting)} tokens are the same`)),
     make("div.tools", {}, switcher("View", [["", "Conversation"], ["tokens", "Tokens"]], query.view || "", (value) => set({ view: value })),
       asTokens ? switcher("Colour", MODES.map((mode) => [mode === "origin" ? "" : mode, mode]), query.color || "", (value) => set({ color: value })) : null, jump, asTokens ? inspect : null),
@@ -721,7 +718,7 @@ document.addEventListener("keydown", (event) => {
     1: () => go([]), 2: () => go(["rollouts"]), "?": help,
     "/": () => { if (place().parts[0] !== "rollouts") { go(["rollouts"]); main.addEventListener("shown", () => document.getElementById("search")?.focus(), { once: true }); } else document.getElementById("search")?.focus(); },
   };
-  const act = keys[event.key] || common[event.key];
+  const act = visit.keys[event.key] || common[event.key];
   if (act) { event.preventDefault(); act(); }
 });
 
