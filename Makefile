@@ -18,12 +18,14 @@ MODEL ?= tiny
 TRAIN_FLAGS_tiny = --model .cache/tiny --program-share 0.125
 TRAIN_FLAGS_smollm2 = --model .cache/smollm2 --smoke
 
-.PHONY: help train sandbox browser harnesses test test-harnesses test-vllm check format bench bench-peers clean
+.PHONY: help train sandbox browser harnesses test test-docs test-harnesses test-vllm check docs format bench bench-peers clean
 help:
 	@echo "make train [SEED=0] [MODEL=tiny|smollm2]   train and show before / after on held-out tasks"
 	@echo "make test                                  all tests, lint and types"
 	@echo "make test-harnesses                        every agent program that longrein knows, run for real"
 	@echo "make test-vllm                             tests against a real vLLM, in an environment of its own"
+	@echo "make test-docs                             every command that README and docs show, the slow ones too"
+	@echo "make docs                                  the documentation as a site, in site/"
 	@echo "make format                                put the code into its format"
 	@echo "make bench                                 sampling, a training step and the proxy, beside what others do"
 	@echo "make bench-peers                           what the proxy costs, beside the proxies of others"
@@ -36,6 +38,13 @@ test: check sandbox browser harnesses $(TOKENIZERS) $(TINY) $(SMOLLM2)
 
 test-vllm: $(READY) $(VLLM_READY) $(TINY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/with_vllm --durations=0
+
+# Every block of README and docs; what is not run is listed with its reason.
+test-docs: $(READY) sandbox harnesses $(VLLM_READY) .cache/tokenizers/qwen3/tokenizer.json $(TINY)
+	$(BIN)/pytest -m 'docs or not docs' tests/docs -rP
+
+docs: $(READY)
+	$(BIN)/mkdocs build --strict
 
 # One agent program a dialect; all of them for `make test-harnesses`.
 HARNESSES = pi codex claude-code gemini-cli

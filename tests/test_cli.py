@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from longrein.cli import app, main
+from longrein.cli import main
 from longrein.contract import LongreinError
-from longrein.training.settings import read_run_file, settings_from
 
 
 def longrein(*arguments: str, cwd: Path, timeout: float = 240) -> subprocess.CompletedProcess[str]:
@@ -60,32 +59,6 @@ def test_the_trained_model_loads(run: Any) -> None:
     model = run[1] / "runs/latest/model"
     assert AutoModelForCausalLM.from_pretrained(model).num_parameters() > 1_000_000
     assert AutoTokenizer.from_pretrained(model).chat_template
-
-
-def test_an_environment_in_the_users_own_folder_is_found(folder: Any, tmp_path: Path) -> None:
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
-    block = readme.split("```python\n", 1)[1].split("```", 1)[0]  # the README's own environment
-    (tmp_path / "my_module.py").write_text(block)
-    flags = [
-        "--env",
-        "my_module.Count",
-        "--steps",
-        "1",
-        "--tasks-per-step",
-        "2",
-        "--num-generations",
-        "2",
-        "--micro-batch",
-        "4",
-    ]
-    small = ["--env-config", '{"max_reply_tokens": 4}']
-    command = str(Path(sys.executable).with_name("longrein"))
-    result = subprocess.run(
-        [command, "train", "--model", str(folder("tiny")), *flags, *small],
-        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    assert "success, Count" in result.stdout
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(folder: Any, tmp_path: Path) -> None:
@@ -187,30 +160,3 @@ def test_help_answers_quickly() -> None:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         used.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(used) < 0.6, "0.3 s on a quiet machine"
-
-
-def test_every_command_line_in_the_docs_can_be_given() -> None:
-    import shlex
-
-    import typer.main
-
-    text = (Path(__file__).parent.parent / "docs/command-line.md").read_text()
-    blocks = [block.removeprefix("toml\n") for block in text.split("```")[1::2]]
-    lines = [line.removeprefix("$ ") for block in blocks for line in block.splitlines()]
-    seen = set()
-    for line in (line for line in lines if line.startswith("longrein ")):
-        words = shlex.split(line, comments=True)[1:]
-        words = words[: min((words.index(mark) for mark in ("|", ">", "...") if mark in words), default=len(words))]
-        command: Any = typer.main.get_command(app)
-        while hasattr(command, "commands"):
-            seen.add(words[0])
-            command, words = command.commands[words[0]], words[1:]
-        command.make_context("longrein", list(words))
-    assert seen >= {"train", "eval", "init", "serve", "check", "view", "export", "harness"}
-
-
-def test_the_run_file_in_the_docs_is_one(tmp_path: Path) -> None:
-    text = (Path(__file__).parent.parent / "docs/command-line.md").read_text()
-    (tmp_path / "run.toml").write_text(text.split("```toml\n", 1)[1].split("```", 1)[0])
-    settings = settings_from(read_run_file(tmp_path / "run.toml"), {})
-    assert (settings.rate, settings.env_config, settings.report_to) == (1e-6, {"max_turns": 8}, ("trackio",))

@@ -239,7 +239,7 @@ def test_an_environment_of_mcp_tools_offers_them(play):
 
 
 def test_the_example_of_the_docs_starts_its_server_and_ends_it(folder, rendering, tmp_path, monkeypatch, capsys):
-    server, play, *_ = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.S)
+    server, play, *_ = re.findall(r"```python[^\n]*\n(.*?)```", DOCS.read_text(), re.S)
     (tmp_path / "double_server.py").write_text(server)
     monkeypatch.chdir(tmp_path)
     names = {}

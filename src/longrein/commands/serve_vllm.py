@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
+from longrein.commands.common import model_folder
+
 
 def serve_vllm(
-    model: Annotated[str, typer.Argument(help="Folder or hub name of the model.")],
+    model: Annotated[str, typer.Argument(help="Folder or hub name of the model; tiny is the small policy.")],
     extra: Annotated[list[str] | None, typer.Argument(help="After `--`: options of `vllm serve` itself.")] = None,
     host: Annotated[
         str, typer.Option(help="Where to listen. Its routes change weights: leave it on loopback.")
@@ -34,6 +36,7 @@ def serve_vllm(
     from longrein.engines.vllm_server import VLLMServer
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what stops a service ends it as Ctrl-C does
+    model = model_folder(model, print)
     options = {"dtype": dtype, "max_model_len": max_model_len, "lora_rank": lora_rank, "nccl": nccl, "extra": extra or ()}
     server = VLLMServer(model, host=host, port=port, vllm=vllm, log=log, **options)
     try:
