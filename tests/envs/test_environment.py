@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import sys
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -92,7 +95,7 @@ def test_a_nan_reward_fails_its_rollout(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize(
     ("config", "limit"),
-    [({"max_turns": 2}, "turns"), ({"max_tokens": 45}, "tokens"), ({"max_seconds": 0.0}, "time")],
+    [({"max_turns": 2}, "turns"), ({"max_tokens": 45}, "tokens"), ({"max_seconds": 1e-9}, "time")],
 )
 def test_an_episode_at_its_limit_is_scored(tokenizer: Any, config: dict[str, Any], limit: str) -> None:
     result = trial(tokenizer("qwen3"), [{"name": "a", "rewards": [0.25] * 10}], **config)
@@ -177,3 +180,92 @@ def test_rollouts_wait_rather_than_pile_up(tokenizer: Any) -> None:
     played = env.run_trial([{"name": "a", "rewards": [0.5, 0.5]}] * 4, agent, num_rollouts=2)["rollouts"]
     assert [rollout.reward for rollout in played] == [1.0] * len(at_once) == [1.0] * 8
     assert max(at_once) == 3
+
+
+class Odd(Environment):
+    """An episode whose methods are what the task says."""
+
+    class episode_class(CountEpisode):
+        async def step(self, reply: dict[str, Any]) -> Any:
+            return await self.task["step"]() if "step" in self.task else await super().step(reply)
+
+        def start(self) -> Any:
+            return self.task.get("start", [{"role": "user", "content": "go"}])
+
+        async def limit_reached(self, limit: str) -> Any:
+            return self.task["at_limit"]
+
+
+def odd(tokenizer: Any, max_turns: int = 2, **task: Any) -> Any:
+    agent = Agent(None, tokenizer, engine=ScriptedEngine(lambda m, t: "one two", rendering_of(tokenizer)))
+    env = Odd(tokenizer=tokenizer, env_config={"max_turns": max_turns, "max_seconds": 0.3})
+    (rollout,) = env.run_trial([task], agent)["rollouts"]
+    return rollout
+
+
+def giving(value: Any) -> Any:
+    async def step() -> Any:
+        return value
+
+    return step
+
+
+GO_ON = Step([{"role": "user", "content": "on"}])
+
+
+@pytest.mark.parametrize(
+    ("task", "cause"),
+    [
+        ({"step": giving(None)}, "step gave None; it must give a Step"),
+        ({"step": giving(Step(reward=None, done=True))}, "step gave the reward None; it must be a number"),  # type: ignore
+        ({"step": giving(Step(reward="1", done=True))}, "step gave the reward '1'; it must be a number"),  # type: ignore
+        ({"step": giving(Step(reward=-np.inf, done=True))}, "step gave the reward -inf"),
+        ({"step": giving(Step("on"))}, "step gave 'on'; it must give a list of messages"),  # type: ignore
+        ({"start": "hello"}, "start gave 'hello'; it must give a list of messages"),
+        ({"start": None}, "start gave None; it must give a list of messages"),
+        ({"start": ["hello"]}, r"start gave \['hello'\]; it must give a list of messages"),
+        ({"step": giving(GO_ON), "at_limit": np.nan}, "limit_reached gave the reward nan"),
+        ({"step": giving(GO_ON), "at_limit": None}, "limit_reached gave the reward None"),
+    ],
+)
+def test_an_episode_that_gives_something_odd_is_one_failed_rollout_that_says_so(
+    tokenizer: Any, task: dict[str, Any], cause: str
+) -> None:
+    rollout = odd(tokenizer("qwen3"), **task)
+    assert re.search(cause, rollout.failed or ""), rollout.failed
+    assert (rollout.reward, rollout.success) == (None, None)
+
+
+def test_an_episode_that_exits_is_one_failed_rollout(tokenizer: Any) -> None:
+    async def leaves() -> Step:
+        sys.exit("no licence")
+
+    assert odd(tokenizer("qwen3"), step=leaves).failed == "SystemExit: no licence"
+
+
+@pytest.mark.parametrize("reward", [True, np.float32(1), np.bool_(True), np.int64(1), Fraction(1)])
+def test_any_number_is_a_reward(tokenizer: Any, reward: Any) -> None:
+    rollout = odd(tokenizer("qwen3"), step=giving(Step(reward=reward, done=True, success=np.bool_(False))))  # type: ignore
+    assert (rollout.failed, rollout.reward, type(rollout.reward)) == (None, 1.0, float)
+    assert rollout.success is False
+
+
+def test_an_episode_that_hangs_ends_at_its_limit_of_time_with_what_it_had_earned(tokenizer: Any) -> None:
+    steps = iter([giving(Step(GO_ON.messages, reward=0.25)), lambda: asyncio.sleep(600)])
+    rollout = odd(tokenizer("qwen3"), max_turns=9, step=lambda: next(steps)(), at_limit=-1)
+    assert (rollout.limit, rollout.failed, rollout.reward, rollout.turns) == ("time", None, -0.75, 2)
+
+
+def test_a_timeout_of_the_episodes_own_is_no_limit_of_time(tokenizer: Any) -> None:
+    async def impatient() -> Step:
+        raise TimeoutError("the game server")
+
+    assert odd(tokenizer("qwen3"), step=impatient).failed == "TimeoutError: the game server"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("max_turns", True), ("max_seconds", 0), ("max_seconds", "60"), ("max_seconds", -1)]
+)
+def test_a_limit_that_is_none_is_refused(tokenizer: Any, name: str, value: Any) -> None:
+    with pytest.raises(EnvConfigError, match=f"{name} is {value!r}"):
+        Count(tokenizer=tokenizer("qwen3"), env_config={name: value})

@@ -12,11 +12,11 @@ import inspect
 import json
 import logging
 import math
-import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
@@ -52,8 +52,10 @@ class EnvConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_turns", "max_tokens", "max_reply_tokens", "concurrency"):
-            if not isinstance(value := getattr(self, name), int) or value < 1:
+            if not isinstance(value := getattr(self, name), int) or isinstance(value, bool) or value < 1:
                 raise EnvConfigError(f"{name} is {value!r}; it must be a whole number of 1 or more")
+        if (seconds := self.max_seconds) is not None and not (isinstance(seconds, int | float) and seconds > 0):
+            raise EnvConfigError(f"max_seconds is {seconds!r}; it must be a number of seconds above 0, or None")
         if self.credit not in CREDITS:
             raise EnvConfigError(f"credit is {self.credit!r}; it must be one of {', '.join(CREDITS)}")
 
@@ -73,7 +75,10 @@ class Step:
 
 
 class Episode(ABC):
-    """One rollout of one task: made, started, stepped to its end, thrown away. `start` and `step` may be async."""
+    """One rollout of one task: made, started, stepped to its end, thrown away.
+
+    Every method may be async, and should be where it waits: what is not holds up the rollouts beside it, and `max_seconds` too.
+    """
 
     tools: Sequence[Tool] = ()
     """OpenAI function schemas offered to the policy."""
@@ -90,7 +95,7 @@ class Episode(ABC):
     def step(self, reply: Message) -> Step | Awaitable[Step]:
         """What follows the policy's reply (an assistant message with `content` and maybe `tool_calls`)."""
 
-    def limit_reached(self, limit: str) -> float:
+    def limit_reached(self, limit: str) -> float | Awaitable[float]:
         """The reward of an episode that was cut off (`turns`, `tokens`, `time`), added to what it has earned."""
         return 0.0
 
@@ -185,7 +190,7 @@ class Environment(ABC):
         try:
             async with turns:
                 await self._run(rollout, recorder)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # an episode that exits ends itself, not the run
             rollout.failed = f"{type(error).__name__}: {error}"
             rollout.reward, rollout.success = None, None
             logger.warning("%s: a rollout failed: %s", type(self).__name__, rollout.failed, exc_info=True)
@@ -202,41 +207,49 @@ class Environment(ABC):
             await _settled(episode.close())
 
     async def _run_episode(self, episode: Episode, rollout: Rollout, recorder: Recorder) -> None:
-        config, started = self.config, time.monotonic()
-        messages = list(await _settled(episode.start()))
-        rewards: list[float] = []
-        success: bool | None = None
-        sampling = self._sampling(recorder)
-        while rollout.limit is None:
-            if len(rollout.calls) >= config.max_turns:
+        earned: list[float] = []
+        async with _limited(rollout, self.config.max_seconds) as clock:
+            await self._take_turns(episode, rollout, recorder, earned, clock)
+        if rollout.limit is not None:
+            earned.append(
+                _number(await _settled(episode.limit_reached(rollout.limit)), f"{type(episode).__name__}.limit_reached")
+            )
+        rollout.reward = math.fsum(earned)
+        if rollout.success is None:
+            rollout.success = rollout.reward >= 1.0
+
+    async def _take_turns(
+        self, episode: Episode, rollout: Rollout, recorder: Recorder, earned: list[float], clock: asyncio.Timeout
+    ) -> None:
+        """Until the episode is done or a limit is reached; `earned` grows by what each reply earns."""
+        name, sampling = type(episode).__name__, self._sampling(recorder)
+        messages = _messages(await _settled(episode.start()), f"{name}.start")
+        while True:
+            if len(rollout.calls) >= self.config.max_turns:
                 rollout.limit = "turns"
-            elif config.max_seconds is not None and time.monotonic() - started > config.max_seconds:
+                return
+            if (end := clock.when()) is not None and asyncio.get_running_loop().time() >= end:  # nothing has waited so far
                 rollout.limit = "time"
-            if rollout.limit is not None:
-                break
+                return
             try:
-                call = await recorder.call(rollout.id, messages, episode.tools, sampling, max_length=config.max_tokens)
+                call = await recorder.call(rollout.id, messages, episode.tools, sampling, max_length=self.config.max_tokens)
             except ContextLengthError:
                 if not rollout.calls:
                     raise
                 rollout.limit = "tokens"
-                break
+                return
             step = await _settled(episode.step(call.reply))
-            if not math.isfinite(step.reward):
-                raise LongreinError(f"{type(episode).__name__}.step gave the reward {step.reward}; it must be a number")
-            rollout.update(call.id, reward=float(step.reward))
-            rewards.append(float(step.reward))
+            if not isinstance(step, Step):
+                raise LongreinError(f"{name}.step gave {step!r}; it must give a Step")
+            earned.append(_number(step.reward, f"{name}.step"))
+            rollout.update(call.id, reward=earned[-1])
             rollout.info |= step.info
-            success = step.success if step.success is not None else success
+            rollout.success = rollout.success if step.success is None else bool(step.success)
             if step.done:
-                break
+                return
             if not step.messages:
-                raise LongreinError(f"{type(episode).__name__}.step gave no messages and was not done; give one of them")
-            messages += [call.reply, *step.messages]
-        if rollout.limit is not None:
-            rewards.append(float(episode.limit_reached(rollout.limit)))
-        rollout.reward = math.fsum(rewards)
-        rollout.success = success if success is not None else rollout.reward >= 1.0
+                raise LongreinError(f"{name}.step gave no messages and was not done; give one of them")
+            messages += [call.reply, *_messages(step.messages, f"{name}.step")]
 
     def _sampling(self, recorder: Recorder) -> Sampling:
         """The agent's sampling within this environment's limit on a reply."""
@@ -259,6 +272,36 @@ class Environment(ABC):
 def class_path(cls: type) -> str:
     """The dotted path a dataset row names a class by."""
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+@asynccontextmanager
+async def _limited(rollout: Rollout, seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
+    """Ends what is waited for in here once the time is up, and says so in the rollout."""
+    clock = asyncio.timeout(seconds)
+    try:
+        async with clock:
+            yield clock
+    except TimeoutError:
+        if not clock.expired():  # the episode's own
+            raise
+        rollout.limit = "time"
+
+
+def _number(reward: Any, of: str) -> float:
+    try:
+        number = math.nan if isinstance(reward, str) else float(reward)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise LongreinError(f"{of} gave the reward {reward!r}; it must be a number")
+    return number
+
+
+def _messages(given: Any, of: str) -> list[Message]:
+    messages: list[Any] = [] if isinstance(given, str | Mapping) else list(given or ())
+    if not messages or not all(isinstance(message, Mapping) for message in messages):
+        raise LongreinError(f"{of} gave {given!r}; it must give a list of messages: [{{'role': 'user', 'content': '...'}}]")
+    return messages
 
 
 async def _settled(value: Any) -> Any:
