@@ -14,7 +14,7 @@ import torch
 from datasets import IterableDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig
-from worlds import Ask, Broken, Flat, Forking, Moody, Recording, Recording2, Talk, Uneven, Vowels, row
+from worlds import Ask, Broken, Flat, Forking, Moody, Recording, Recording2, Talk, Uneven, Unheard, Vowels, row
 
 from longrein import Agent, GRPOEnvTrainer, LongreinError, Sampling
 from longrein.envs import TreasureHunt, task_dataset
@@ -492,6 +492,15 @@ def test_a_batch_in_which_everything_failed_has_loss_zero_and_the_run_goes_on(tm
     assert parts.logged(trainer, "failed") == [1.0, 0.0]
     assert trainer.state.global_step == 2
     assert all(torch.isfinite(value).all() for value in parts.weights(trainer.model).values())
+
+
+def test_a_rollout_that_trains_nothing_is_scored_and_the_run_goes_on(tmp_path):
+    trained = parts.trainer(tmp_path, [row(Unheard, word=f"w{n}") for n in range(4)])
+    trained.train()
+    batch = trained.last_batch
+    assert [int(one.rows["padded_agent_mask"].sum() > 0) for one in batch.played] == [1, 0, 1, 0]
+    assert not np.isnan(batch.final_rewards).any()
+    assert parts.logged(trained, "failed") == [0.0]
 
 
 def test_a_run_in_which_nothing_works_stops_with_the_cause(tmp_path):

@@ -242,3 +242,16 @@ class Picky:
 
 class NotAnEnvironment:
     pass
+
+
+class Unheard(Environment):
+    """Of every other rollout no reply arrives: its record says so, and nothing of it is trained."""
+
+    Config = TalkConfig
+    episode_class = AskEpisode
+
+    async def _run(self, rollout: Rollout, recorder: Any) -> None:
+        await super()._run(rollout, recorder)
+        if int(rollout.id.rpartition("-")[2]) % 2:
+            for call_id in list(rollout.calls):
+                rollout.update(call_id, delivered=False)

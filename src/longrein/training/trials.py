@@ -312,7 +312,7 @@ def _check_played(one: Played, index: int) -> None:
             f"{one.env}.run_trial: rollout {index} has a token with the reward {wrong}; rewards must be numbers"
         )
     agent, attended = one.rows["padded_agent_mask"].astype(bool), one.rows["padded_attn_mask"].astype(bool)
-    if not agent.any():
+    if not agent.any() and (one.rollout is None or one.rollout.agent_tokens):  # a record says why nothing is trained
         raise LongreinError(f"{one.env}.run_trial: rollout {index} has no agent token: padded_agent_mask is 0 all over")
     if (agent & ~attended).any():
         raise LongreinError(f"{one.env}.run_trial: rollout {index} has agent tokens where padded_attn_mask is 0")
