@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,13 +187,30 @@ def test_a_full_disk_is_told_and_later_flushes_tell_it_too(tmp_path: Path) -> No
 
 def test_one_rollout_that_cannot_be_kept_takes_no_other_with_it(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path)
+    tools = ({"type": "function", "function": {"name": "look"}},)
+    records = [rollout(n) for n in (1, 2, 3)]
+    for record, version in zip(records[1:], (2**70, 0), strict=True):  # the file's integers end at 63 bits
+        for call in list(record.calls.values()):
+            record.calls[call.id] = replace(call, tools=tools, policy_version=version)
+    written = [writer.write(record) for record in records]
+    assert [type(one.exception()) for one in written] == [type(None), OverflowError, type(None)]
+    with pytest.raises(LongreinError, match="OverflowError"):
+        writer.close()
+    first, third = Run(tmp_path).rollouts()
+    assert (first.id, third.id) == ("r1", "r3")
+    assert all(call.tools == tools for call in third.calls.values())
+
+
+def test_what_json_cannot_say_is_kept_as_text(tmp_path: Path) -> None:
     loop: dict[str, Any] = {}
     loop["self"] = loop
-    written = [writer.write(rollout(1)), writer.write(rollout(2, info=loop)), writer.write(rollout(3))]
-    assert [type(one.exception()) for one in written] == [type(None), ValueError, type(None)]
-    with pytest.raises(LongreinError, match="Circular reference"):
-        writer.close()
-    assert [record.id for record in Run(tmp_path).rollouts()] == ["r1", "r3"]
+    info = {("a", 1): 2, "list": np.arange(2), "loop": loop, 3: {"x"}}
+    record = rollout(1, info=info, success=np.bool_(True), reward=np.float32(0.5))
+    with RunWriter(tmp_path) as writer:
+        writer.write(record)
+    (read,) = Run(tmp_path).rollouts(Filter(solved=True, min_reward=0.5))
+    assert read.info == {"('a', 1)": 2, "list": [0, 1], "loop": "{'self': {...}}", "3": ["x"]}
+    assert (read.success, read.reward) == (True, 0.5)
 
 
 def test_credit_is_kept_to_the_token(tmp_path: Path) -> None:

@@ -120,8 +120,8 @@ def encoded(rollout: Rollout, phase: str, step: int, finished: float) -> Encoded
         _text(rollout.env),
         to_json(rollout.task),
         str(rollout.seed),
-        rollout.reward,
-        rollout.success,
+        finite(rollout.reward),
+        None if rollout.success is None else bool(rollout.success),
         _text(rollout.failed),
         rollout.limit,
         to_json(rollout.info),
@@ -154,7 +154,7 @@ def _call_row(number: int, call: Call, known: dict[tuple[int, ...], str]) -> tup
         known.get(tools),
         to_json(call.reply),
         call.delivered,
-        call.reward,
+        finite(call.reward),
         call.excluded,
     )
 
@@ -223,6 +223,8 @@ def to_json(value: Any) -> str:
         return text
     except UnicodeEncodeError:  # half a surrogate pair, which only an escape can hold
         return json.dumps(value, default=_plain)
+    except (TypeError, ValueError, RecursionError):  # a key that is no text, or something that holds itself
+        return json.dumps(_spelled(value))
 
 
 def finite(value: Any) -> float | None:
@@ -233,6 +235,19 @@ def finite(value: Any) -> float | None:
 def _text(value: str | None) -> str | None:
     """Text SQLite can hold: half a surrogate pair is spelled out."""
     return value if value is None else value.encode("utf-8", "backslashreplace").decode()
+
+
+def _spelled(value: Any) -> Any:
+    """A dict with its keys as text, whatever cannot be written in it as text too; anything else as text."""
+    if not isinstance(value, Mapping):
+        return str(value)
+    spelled = {}
+    for key, inner in value.items():
+        try:
+            spelled[str(key)] = json.loads(json.dumps(inner, default=_plain))
+        except (TypeError, ValueError, RecursionError):
+            spelled[str(key)] = str(inner)
+    return spelled
 
 
 def _plain(value: Any) -> Any:

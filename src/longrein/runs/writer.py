@@ -177,13 +177,14 @@ class RunWriter:
                     raise
                 except Exception as error:
                     database.execute("ROLLBACK TO piece")
+                    self._tools.clear()  # those it added are not there: looked up again with the next rollout
                     self._broken = self._broken or error
                     done.set_exception(error)
                 database.execute("RELEASE piece")
             database.execute("COMMIT")
         except Exception as error:
             self._broken = self._broken or error
-            self._known.clear()  # what the transaction added is not there: written again with the next rollout
+            self._known.clear()  # what the transaction added is not there either
             self._tools.clear()
             with contextlib.suppress(sqlite3.Error):
                 database.execute("ROLLBACK")
