@@ -78,3 +78,38 @@ def test_a_checkpoint_of_another_number_of_processes_samples_the_batch_at_hand_a
     _, history, trainer = run(tmp_path, 4, str(tmp_path / "checkpoint-2"), num_iterations=3)
     assert trainer.state.global_step == 4
     assert len(history) == 4
+
+
+@pytest.mark.parametrize("at", [2, 3, 5])
+@pytest.mark.parametrize(
+    "cycle",
+    [
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+        {
+            "per_device_train_batch_size": 2,
+            "steps_per_generation": 4,
+            "gradient_accumulation_steps": 2,
+            "num_iterations": 2,
+        },
+    ],
+    ids=["one update a generation", "several"],
+)
+def test_a_run_stopped_between_micro_batches_goes_on_from_its_last_update(tmp_path, cycle, at, monkeypatch):
+    straight, history, _ = run(tmp_path / "straight", 4, **cycle)
+    trainer = parts.trainer(tmp_path / "stopped", ROWS, max_steps=4, shuffle_dataset=True, beta=0.05, **cycle)
+    backward, passes = trainer.accelerator.backward, iter(range(99))
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        backward(*args, **kwargs)
+        if next(passes) == at:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer.accelerator, "backward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer._save_checkpoint(trainer.model, trial=None)  # as `longrein train` does
+    resumed, continued, trainer = run(tmp_path / "stopped", 4, True, **cycle)
+    assert trainer.state.global_step == 4
+    assert continued == history
+    for name, value in straight.items():
+        assert torch.equal(resumed[name], value), name

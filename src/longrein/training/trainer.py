@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -53,6 +53,15 @@ STATE_FILE = "longrein_state_{rank}.pt"
 REFERENCE_FILE = "longrein_reference.pt"
 MAX_FAILED_BATCHES = 3
 """After so many generation batches in a row in which every rollout failed, the run stops: nothing can be learned."""
+
+
+class Progress(NamedTuple):
+    """How far a run is."""
+
+    global_step: int
+    step: int
+    """Micro-batches, as TRL counts them."""
+    tokens_seen: int
 
 
 class GRPOEnvTrainer(TrajectoryLoss):
@@ -137,6 +146,7 @@ class GRPOEnvTrainer(TrajectoryLoss):
         self._eval_name = ""
         self._failed_batches = {"train": 0, "eval": 0}
         self._rollout_seconds = 0.0
+        self._last_update = Progress(-1, 0, 0)
         self.last_batch: Collected | None = None
         """The last generation batch as it was played, on the main process: for callbacks and for people."""
         self.on_collect: Callable[[str, int], None] | None = None
@@ -325,6 +335,8 @@ class GRPOEnvTrainer(TrajectoryLoss):
         return self.args.skip_old_pass and (mode == "eval" or one_update) and not self._corrects_sampler
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        if self._last_update.global_step != self.state.global_step:
+            self._last_update = self._progress()
         self._rollout_seconds, started = 0.0, time.perf_counter()
         loss = super().training_step(model, inputs, num_items_in_batch)
         self._metrics["train"]["time/training"].append(time.perf_counter() - started - self._rollout_seconds)
@@ -346,15 +358,23 @@ class GRPOEnvTrainer(TrajectoryLoss):
 
     # ---- checkpoints
 
+    def _progress(self) -> Progress:
+        return Progress(self.state.global_step, self._step, self.state.num_input_tokens_seen)
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        at = self._progress()
+        if self._last_update.global_step == at.global_step:  # stopped in the middle of an update: it is done again
+            at = self._last_update
+            self.state.num_input_tokens_seen = at.tokens_seen
         super()._save_checkpoint(model, trial)
         folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
         folder.mkdir(parents=True, exist_ok=True)
-        middle = self._step % ((self.args.steps_per_generation or 1) * self.num_iterations) != 0
+        cycle = (self.args.steps_per_generation or 1) * self.num_iterations
+        at_hand = at.step % cycle != 0 and at.step // cycle == self._step // cycle
         state = {
-            "step": self._step,
+            "step": at.step,
             "processes": self.accelerator.num_processes,
-            "buffered_inputs": self._buffered_inputs if middle else None,
+            "buffered_inputs": self._buffered_inputs if at_hand else None,
         }
         torch.save(state, folder / STATE_FILE.format(rank=self.accelerator.process_index))
         if self.args.sync_ref_model and self.args.should_save:
