@@ -23,6 +23,7 @@ from processes import DAEMON, PATIENCE, RABBIT, alive, marker, time_is_up, until
 
 from longrein.engines.scripted import ScriptedEngine
 from longrein.harnesses import HarnessError, Outcome, ProcessSessionFactory, sandbox
+from longrein.harnesses.box import Box
 from longrein.harnesses.sandbox import SandboxError, chosen, why_not
 from longrein.proxy import InterceptionServer
 from longrein.recorder import Recorder
@@ -373,6 +374,82 @@ def test_many_links_to_one_file_are_not_many_files_outside(boxed: Boxed) -> None
         outcome = session.wait()
         assert (outcome.exit_code, outcome.limit) == (0, "disk")
         assert sum(path.stat().st_size for path in outcome.workdir.iterdir()) <= 20 << 20
+
+
+HOSTILE = """
+import os
+for n in range(30):
+    with open("hole" + str(n), "wb") as file:
+        file.truncate(5_000_000)
+os.utime("hole0", ns=(-(1 << 62), 1 << 62))
+os.utime("hole1", (1 << 62, 1 << 62))
+open("odd\\nname \\udcff", "w").close()
+work = os.getcwd()
+for _ in range(40):
+    os.mkdir("d" * 200)
+    os.chdir("d" * 200)
+    os.symlink("/etc", "link")
+"""
+
+
+def test_no_file_name_time_or_size_breaks_what_comes_out(boxed: Boxed) -> None:
+    with boxed(HOSTILE, sandbox=SMALL).create(task=None, rollout_id="hostile") as session:
+        assert session.run().env_reward == 1.0  # judged: no file of its own breaks the judging
+        outcome = session.wait()
+        assert outcome.limit == "disk"
+        assert sum(path.stat().st_size for path in outcome.workdir.glob("hole*")) <= 20 << 20
+        assert max(len(str(path)) for path in outcome.workdir.rglob("*")) < 2000
+        assert (outcome.workdir / os.fsdecode(b"odd\nname \xff")).is_file()
+        assert not list(outcome.workdir.rglob("link"))
+        shutil.copytree(outcome.workdir, outcome.workdir.parent / "copied")  # and it can be worked with
+
+
+KEYS = """
+import ctypes
+def keyctl(*arguments):
+    return ctypes.CDLL(None).syscall(250, *arguments)
+found = keyctl(10, -3, b"user", b"longrein-test", 0)
+print(found > 0)
+"""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="system calls have other numbers here")
+def test_the_keys_of_our_session_are_not_the_programs(server: InterceptionServer) -> None:
+    holder = (
+        "import ctypes, sys\nfrom longrein.harnesses.isolated import isolated\nfrom pathlib import Path\nimport tempfile\n"
+        "libc = ctypes.CDLL(None)\nassert libc.syscall(250, 1, None) > 0\n"
+        "assert libc.syscall(248, b'user', b'longrein-test', b'secret', 6, -3) > 0\nexec(sys.argv[1])\n"
+        "with tempfile.TemporaryDirectory() as folder:\n"
+        "    with isolated(['{python}', '-c', sys.argv[1]], folder=Path(folder), timeout=30) as ended:\n"
+        "        print(ended.stdout, ended.stderr)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", holder, KEYS], capture_output=True, text=True, timeout=60)
+    if "AssertionError" in ended.stderr:
+        pytest.skip("the kernel keeps no keys for us")
+    assert ended.stdout.split() == ["True", "False"], ended.stderr
+
+
+def test_memory_that_a_program_has_the_relay_take_is_counted(tmp_path: Path) -> None:
+    made = Box({"memory": 100 << 20, "processes": 4, "disk": 1 << 20})
+    page = os.sysconf("SC_PAGESIZE")
+
+    def process(pid: int, threads: int, megabytes: int) -> None:
+        (tmp_path / str(pid)).mkdir(exist_ok=True)
+        fields = ["S", *["0"] * 16, str(threads), "0", "0", "0", str((megabytes << 20) // page)]
+        (tmp_path / f"{pid}/stat").write_text(f"{pid} (py) thon) {' '.join(fields)}")
+        (tmp_path / f"{pid}/smaps_rollup").write_text(f"Rss: 0 kB\nPss: {megabytes << 10} kB\n")
+
+    made._proc = os.open(tmp_path, os.O_RDONLY)
+    try:
+        for pid in (1, 2, 3, 4):
+            process(pid, threads=2 if pid > 2 else 1, megabytes=20)
+        assert made._overrun() is None
+        process(2, threads=1, megabytes=90)
+        assert made._overrun() == "memory"
+        process(2, threads=2, megabytes=20)
+        assert made._overrun() == "processes"
+    finally:
+        os.close(made._proc)
 
 
 def test_a_program_out_of_time_has_its_work_judged(boxed: Boxed) -> None:

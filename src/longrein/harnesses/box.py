@@ -27,12 +27,13 @@ TEMPORARY, SHARED = "/tmp", "/dev/shm"
 START_SECONDS = 60.0
 QUICK, CALM = 0.02, 0.1
 """Seconds between two looks at a box that uses much of what it may, and at one that does not."""
-DEEPEST = 64
-"""Levels of folders that are brought out."""
+DEEPEST, LONGEST = 64, 1024
+"""Levels of folders that are brought out, and bytes of a path: who reads them outside can name them."""
 FILES_PER_MB = 200
 """Files a box may hold, empty ones too: each takes memory of the kernel."""
-OURS = ("1", "2")
-"""In the box: bubblewrap's own first process, and the relay."""
+OURS = 2
+"""Processes in the box that are not the program's: bubblewrap's first one, and the relay. Their memory is counted with its own, as
+a program can make them take some."""
 SYSTEM = ("/usr/", "/bin/", "/lib/", "/lib64/", "/sbin/")
 
 _PAGE = os.sysconf("SC_PAGESIZE")
@@ -108,10 +109,10 @@ class Box:
                 os.kill(self._first, signal.SIGKILL)  # with the first process of a namespace the kernel ends all the others
 
     def _overrun(self) -> str | None:
-        names = [name for name in _listed(self._proc) if name.isdigit() and name not in OURS]
-        if len(names) > self._processes:
+        names = [name for name in _listed(self._proc) if name.isdigit()]
+        if len(names) - OURS > self._processes:
             return "processes"
-        tasks = resident = 0
+        tasks, resident = -OURS, 0
         for name in names:
             with contextlib.suppress(OSError):  # it has ended since
                 fields = _content(f"{name}/stat", self._proc).rpartition(b")")[2].split()
@@ -168,16 +169,19 @@ class Box:
 
 
 class _Copy:
-    """Copies folders, files and links; no other kind of file, and not more bytes than `limit`, whatever the files claim."""
+    """Copies folders, files and links; no other kind of file, and not more bytes than `limit`, those of holes among them: who
+    copies the files on may well fill their holes."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = self._left = limit
+        self._left = limit
         self._links: list[str] = []
         self.full = False
-        """Something was left out: by many links to one file a folder holds more bytes than its disk."""
+        """A file was left out: by holes, and by many links to one file, a folder holds more bytes than its disk."""
 
     def tree(self, source: int, target: int, above: str = "", depth: int = 0) -> None:
         for name in os.listdir(source):
+            if len(os.fsencode(above + name)) > LONGEST:
+                continue
             found = os.stat(name, dir_fd=source, follow_symlinks=False)
             if stat.S_ISLNK(found.st_mode):
                 link = os.readlink(name, dir_fd=source)
@@ -192,14 +196,14 @@ class _Copy:
                 with _folder(name, source) as inner, _folder(name, target) as outer:
                     self.tree(inner, outer, f"{above}{name}/", depth + 1)
                     os.chmod(outer, 0o700 | found.st_mode & 0o777)
-            elif stat.S_ISREG(found.st_mode) and found.st_size <= self._limit:
+            elif stat.S_ISREG(found.st_mode):
                 self._file(name, found, source, target)
 
     def _file(self, name: str, found: os.stat_result, source: int, target: int) -> None:
-        self._left -= min(found.st_size, 512 * found.st_blocks)
-        if self._left < 0:
+        if found.st_size > self._left:
             self.full = True
             return
+        self._left -= found.st_size
         if not found.st_mode & stat.S_IRUSR:
             os.chmod(name, found.st_mode & 0o777 | stat.S_IRUSR, dir_fd=source)
         reading = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=source)

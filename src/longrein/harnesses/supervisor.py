@@ -29,6 +29,8 @@ STUCK = 125
 CANNOT_RUN = 127
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_KEYCTL = {"x86_64": 250, "aarch64": 219, "riscv64": 219}
+_KEYCTL_JOIN_SESSION_KEYRING = 1
 
 
 def supervise(folder: str, command: list[str], box: Box | None = None) -> int:
@@ -42,6 +44,8 @@ def supervise(folder: str, command: list[str], box: Box | None = None) -> int:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
 
+    if box is not None:
+        _leave_keyring()
     child = _start(command) if box is None else box.start(command, _start)
     if box is not None:
         _schedule(os.SCHED_FIFO, 1)  # root only: the one that ends a fork bomb runs before its thousand processes
@@ -179,6 +183,13 @@ def _has_children() -> bool:
     except ChildProcessError:
         return False
     return True
+
+
+def _leave_keyring() -> None:
+    """Have an empty session keyring of our own: no namespace keeps a program from the keys in the one it inherits. Where the
+    kernel refuses this, it refuses the program too."""
+    if (number := _KEYCTL.get(os.uname().machine)) is not None:
+        ctypes.CDLL(None).syscall(number, _KEYCTL_JOIN_SESSION_KEYRING, None)
 
 
 def _prctl(option: int, value: int) -> None:
