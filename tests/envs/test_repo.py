@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -244,6 +245,65 @@ def test_a_forged_test_run_is_no_pass(folder: Path, tmp_path: Path, name: str) -
         {"test_exit_code": 1},
         {"test_exit_code": 0, "forged": True},
     )  # the tests were run, or were to be
+
+
+def in_the_way(work: Path) -> None:
+    """Files where the judge has folders, folders where it has files."""
+    for path in (work / "tests", work / "package", work / "shop.py"):
+        shutil.rmtree(path, ignore_errors=True)
+        path.unlink(missing_ok=True)
+    for name in ("tests", "package"):
+        (work / name).write_text("in the way")
+    for name in ("pyproject.toml", "conftest.py"):
+        (work / name).unlink(missing_ok=True)
+        (work / name / "x").mkdir(parents=True)
+
+
+def folders_for_tests(work: Path) -> None:
+    for path in work.glob("tests/*"):
+        path.unlink()
+        (path / "deeper").mkdir(parents=True)
+
+
+def links(work: Path) -> None:
+    shutil.rmtree(work / "tests")
+    (work / "tests").symlink_to("/usr")
+    (work / "shop.py").unlink()
+    (work / "shop.py").symlink_to(work.parent / "tasks/price/tests/test_price.py")
+
+
+@pytest.mark.parametrize("left_behind", [in_the_way, folders_for_tests, links])
+@pytest.mark.parametrize("with_tests", [True, False])
+def test_what_an_agent_puts_in_the_judges_way_costs_it_the_reward(
+    folder: Path, tmp_path: Path, left_behind: Any, with_tests: bool
+) -> None:
+    (folder / "repo/package").mkdir()
+    (folder / "repo/package/conftest.py").write_text("")
+    if with_tests:
+        (folder / "repo/tests").mkdir()
+        (folder / "repo/tests/test_price.py").write_text("def test_one(): pass")
+    task, work = played(folder, tmp_path, tests__more_py="")
+    left_behind(work)
+    verdict = verify_repo(task, left(work))
+    assert verdict.env_reward == 0.0
+    assert verdict.info["test_exit_code"] in (1, 2)  # they were run
+
+
+def test_read_only_tests_judge_as_others_do(folder: Path, tmp_path: Path) -> None:
+    (folder / "tests/test_price.py").chmod(0o444)
+    task, work = played(folder, tmp_path, shop_py=FORGERIES["leaves at the end"]["shop_py"])
+    assert verify_repo(task, left(work)).info == {"test_exit_code": 0, "forged": True}
+    assert (folder / "tests/test_price.py").read_text() == TESTS
+
+
+@pytest.mark.parametrize("path", [".git/config", "deeper/.git/config"])
+def test_a_task_cannot_configure_git(tmp_path: Path, path: str) -> None:
+    ran = tmp_path / "ran"
+    config = f"[core]\n\tfsmonitor = touch {ran}\n\thooksPath = .\n"
+    (tmp_path / "work").mkdir()
+    with pytest.raises(LongreinError, match="is git's own"):
+        write_repository({"files": {path: config, "x": ""}}, tmp_path / "work")
+    assert not ran.exists()
 
 
 def test_a_folder_that_is_no_task_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -271,6 +271,8 @@ def write_repository(task: Mapping[str, Any], workdir: Path) -> None:
             place = workdir / path
             if not place.resolve().is_relative_to(workdir.resolve()):
                 raise EnvConfigError(f"the task has the file {path!r}, which lies outside its repository")
+            if ".git" in Path(path).parts:  # git runs what its configuration names
+                raise EnvConfigError(f"the task has the file {path!r}; what git keeps of a repository is git's own")
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_text(text)
     else:
@@ -301,7 +303,6 @@ def verify_repo(task: Mapping[str, Any], outcome: Outcome) -> Verdict:
     """1.0 when every hidden test passes with the code that the agent left, else 0.0."""
     with tempfile.TemporaryDirectory(prefix="longrein-repo-", ignore_cleanup_errors=True) as name:
         code = Path(name, "code")
-        code.mkdir()
         _copy(outcome.workdir, code)
         return _by_cases(task, code) if "cases" in task else _by_command(task, code)
 
@@ -341,7 +342,7 @@ def _by_command(task: Mapping[str, Any], code: Path) -> Verdict:
     folder = Path(task["folder"])
     _restore_configuration(folder / "repo", code)
     if not (folder / "repo/tests").is_dir():
-        shutil.rmtree(code / "tests", ignore_errors=True)
+        _remove(code / "tests")
     _copy(folder / "tests", code / "tests")
     ended = _tested(task, code)
     if ended != 0:
@@ -361,11 +362,12 @@ def _tested(task: Mapping[str, Any], code: Path) -> int:
 def _restore_configuration(original: Path, code: Path) -> None:
     for path in sorted(code.rglob("*"), reverse=True):
         if path.name in CONFIGURATION or path.suffix == ".pth":
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            _remove(path)
     for path in original.rglob("*"):
         inside = path.relative_to(original)
         if ".git" not in inside.parts and path.is_file() and CONFIGURATION & set(inside.parts):
-            (code / inside).parent.mkdir(parents=True, exist_ok=True)
+            for above in inside.parents[-2::-1]:
+                _make_folder(code / above)
             shutil.copy(path, code / inside)
 
 
@@ -376,9 +378,10 @@ def _spoil(hidden: Path, tests: Path) -> bool:
     spoiled = False
     for path in hidden.rglob("*.py"):
         if path.name.startswith("test") or path.stem.endswith("_test"):
-            with (tests / path.relative_to(hidden)).open("a") as file:
-                file.write(f"\n\nimport unittest as _u\n\n\nclass Test_{name}(_u.TestCase):\n")
-                file.write(f"    def test_{name}(self):\n        self.assertEqual(1, 2)\n")
+            spoiling = f"import unittest as _u\n\n\nclass Test_{name}(_u.TestCase):\n    def test_{name}(self):\n"
+            place = tests / path.relative_to(hidden)
+            place.unlink()  # it may be read-only, as the task's own is
+            place.write_text(f"{path.read_text()}\n\n{spoiling}        self.assertEqual(1, 2)\n")
             spoiled = True
     return spoiled
 
@@ -388,12 +391,26 @@ def _sandbox() -> Sandbox | str:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Files and folders, without version control, caches, links and whatever else is no file."""
-    target.mkdir(parents=True, exist_ok=True)
+    """Files and folders, without version control, caches, links and whatever else is no file; in place of what is there."""
+    _make_folder(target)
     for entry in os.scandir(source):
         if entry.name in (".git", "__pycache__"):
             continue
         if entry.is_dir(follow_symlinks=False):
             _copy(Path(entry.path), target / entry.name)
         elif entry.is_file(follow_symlinks=False):
+            _remove(target / entry.name)
             shutil.copy(entry.path, target / entry.name)
+
+
+def _make_folder(path: Path) -> None:
+    if not path.is_dir():
+        _remove(path)
+        path.mkdir()
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
