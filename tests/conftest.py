@@ -29,7 +29,12 @@ FOLDERS = {
     "tiny": "tiny",
 }
 
-hypothesis.settings.register_profile("longrein", deadline=None, derandomize=bool(os.environ.get("CI")))
+hypothesis.settings.register_profile(
+    "longrein",
+    deadline=None,
+    derandomize=bool(os.environ.get("CI")),
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],  # a machine may be
+)
 hypothesis.settings.load_profile("longrein")
 
 

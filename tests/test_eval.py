@@ -173,11 +173,11 @@ def test_ctrl_c_keeps_the_figures_of_what_was_played(project: Path) -> None:
             cwd=project, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         ) as process:  # fmt: skip
             try:
-                deadline = time.monotonic() + 60
+                deadline = time.monotonic() + 120
                 while not _played(project / "cut") and time.monotonic() < deadline and process.poll() is None:
                     time.sleep(0.05)
                 process.send_signal(signal.SIGINT)
-                shown, told = process.communicate(timeout=60)
+                shown, told = process.communicate(timeout=120)
             finally:
                 process.kill()
     assert process.returncode == 130, told

@@ -87,8 +87,8 @@ def test_every_dialect_has_a_route_and_needs_the_key(server: ModelServer) -> Non
         "/v1beta/models/m:generateContent": parts,
     }
     for route, body in asked.items():
-        assert requests.post(server.url + route, json=body, timeout=30).status_code == 401
-        answer = requests.post(server.url + route, json=body, headers=key, timeout=30)
+        assert requests.post(server.url + route, json=body, timeout=60).status_code == 401
+        answer = requests.post(server.url + route, json=body, headers=key, timeout=60)
         assert (answer.status_code, "reply 1" in answer.text) == (200, True), (route, answer.text)
     assert len(server.remembered) == 1, "the same words in four dialects"
 
@@ -97,12 +97,12 @@ def test_a_stored_response_is_found_and_gone_on_with(server: ModelServer) -> Non
     key = {"Authorization": f"Bearer {server.key}"}
 
     def post(**body: Any) -> Any:
-        return requests.post(f"{server.url}/v1/responses", json={"model": "m", **body}, headers=key, timeout=30).json()
+        return requests.post(f"{server.url}/v1/responses", json={"model": "m", **body}, headers=key, timeout=60).json()
 
     first = post(input="hi")
     second = post(input="go on", previous_response_id=first["id"])
     assert "reply 3" in json.dumps(second)
-    assert requests.get(f"{server.url}/v1/responses/{first['id']}", headers=key, timeout=30).json()["id"] == first["id"]
+    assert requests.get(f"{server.url}/v1/responses/{first['id']}", headers=key, timeout=60).json()["id"] == first["id"]
     assert len(server.remembered) == 1
 
 
@@ -111,7 +111,7 @@ def test_a_failure_ends_no_conversation(server: ModelServer) -> None:
     engine.breaks = True
     headers = {"Authorization": f"Bearer {server.key}"}
     body = {"model": "m", "messages": [user("hello")]}
-    answer = requests.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=30)
+    answer = requests.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
     assert answer.status_code == 500
     engine.breaks = False
     assert chat(server, user("hello"))["content"] == "reply 1"
@@ -137,7 +137,7 @@ def test_the_command_serves_a_model_until_ctrl_c(folder: Any, tmp_path: Path) ->
             answer = requests.post(f"{ready['base_url']}/chat/completions", json=body, headers=headers, timeout=60)
             assert answer.json()["usage"]["completion_tokens"] <= 8
             process.send_signal(signal.SIGINT)
-            _, told = process.communicate(timeout=60)
+            _, told = process.communicate(timeout=120)
         finally:
             process.kill()
     assert process.returncode == 0, told

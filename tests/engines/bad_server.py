@@ -8,12 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
+from patience import PATIENCE
 
 Behaviour = Callable[[dict[str, Any]], "web.Response | str | None"]
 """What to do with a request: a response, `drop` the connection, `hang` until it closes, `hold` the answer until `let_go`, or
 None to answer well."""
-PATIENCE = 60
-"""Seconds that a slow machine may take for anything; on a quick one nothing waits so long."""
 
 
 class BadServer:

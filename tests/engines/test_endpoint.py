@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import PATIENCE
 
 from longrein.contract import SampleRequest, Sampling
 from longrein.engines.endpoint import EndpointEngine, EndpointError, Words
@@ -55,7 +56,7 @@ def endpoint() -> Iterator[Callable[[Answer], EndpointEngine]]:
             runners.append(runner)
             return runner.addresses[0][1]
 
-        port = asyncio.run_coroutine_threadsafe(serve(), loop).result(30)
+        port = asyncio.run_coroutine_threadsafe(serve(), loop).result(PATIENCE)
         engines.append(EndpointEngine(f"http://127.0.0.1:{port}/v1", "some-model", Words(), key="secret", tries=3))
         return engines[-1]
 
@@ -63,7 +64,7 @@ def endpoint() -> Iterator[Callable[[Answer], EndpointEngine]]:
     for engine in engines:
         engine.close()
     for runner in runners:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(30)
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(PATIENCE)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()

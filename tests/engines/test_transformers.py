@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from longrein.contract import LongreinError, Sampled, SampleRequest, Sampling
@@ -277,7 +278,7 @@ class Held:
     def _wait(self, _: Any, __: Any, kwargs: dict[str, Any]) -> None:
         self.sizes.append(kwargs["logits_to_keep"])
         self.entered.set()
-        assert self.go.wait(timeout=30)
+        assert self.go.wait(timeout=PATIENCE)
 
 
 def test_a_cancelled_request_leaves_the_others_alone(engine: TransformersEngine) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from aiohttp import web
-from bad_server import PATIENCE, BadServer
+from bad_server import BadServer
+from patience import PATIENCE
 from safetensors.torch import load_file
 
 from longrein.contract import LongreinError, Sampled, SampleRequest, Sampling

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 
 from longrein.contract import LongreinError
 from longrein.engines.vllm_server import EXECUTABLE, INSIDE, VLLMServer, command, find_vllm
@@ -56,11 +57,11 @@ import os, signal
 from longrein.engines.vllm_server import VLLMServer
 from longrein.harnesses.supervisor import descendants
 server = VLLMServer("m", vllm={str(program(GOOD))!r}, log={str(tmp_path / "log")!r})
-server.wait(30)
+server.wait(60)
 print(*descendants(os.getpid()), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    started = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    started = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=2 * PATIENCE)
     pids = started.stdout.split()
     assert len(pids) == 3
     for pid in pids:  # each is waited for: a process descriptor is readable once its process has ended
@@ -70,7 +71,7 @@ os.kill(os.getpid(), signal.SIGKILL)
             continue
         import select
 
-        assert select.select([descriptor], [], [], 10)[0]
+        assert select.select([descriptor], [], [], PATIENCE)[0]
         os.close(descriptor)
 
 
@@ -79,7 +80,7 @@ def test_a_server_that_ends_before_it_is_ready_says_why(program: Any, tmp_path: 
     with pytest.raises(
         LongreinError, match=r"ended with status 1 before it was ready: ValueError: no such model .all of it"
     ):
-        server.wait(30)
+        server.wait(60)
     server.close()
 
 

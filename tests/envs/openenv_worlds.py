@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import uvicorn
 from openenv.core.env_server import Action, Environment, MCPEnvironment, Observation, State, create_app
+from patience import PATIENCE
 from pydantic import Field, RootModel
 
 
@@ -44,7 +45,7 @@ class Guess(Environment[GuessAction, GuessObservation, State]):
 
     def step(self, action: GuessAction, timeout_s: float | None = None, **kwargs: Any) -> GuessObservation:
         if action.number == 7:
-            Guess.release.wait(20)
+            Guess.release.wait(PATIENCE)
         if action.number == 8:
             raise RuntimeError("the eight ball broke")
         assert self.number is not None, "never reset"

@@ -8,15 +8,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from typing import Any
 
 import numpy as np
 import pytest
+from patience import PATIENCE, until
+from processes import time_is_up
 
 from longrein import Agent, LongreinError
 from longrein.engines.scripted import ScriptedEngine
 from longrein.envs import EnvConfigError, HarnessEnv, TreasureHunt
+from longrein.harnesses.process import ProcessSession
 from longrein.rollout import padded
 from longrein.rooms import TOOLS, look, opening
 from longrein.training.job import react_config
@@ -143,13 +145,20 @@ print(1.0)
     assert result["padded_rewards"].sum() == pytest.approx(1.0)
 
 
-def test_a_program_at_its_limit_is_scored(agent: Agent) -> None:
+def test_a_program_at_its_limit_is_scored(agent: Agent, monkeypatch: Any) -> None:
     loop = 'print(0.25, flush=True)\nfor turn in range(9):\n    ask([{"role": "user", "content": str(turn)}])\n'
     (rollout,) = scripted(agent, loop, max_turns=2)["rollouts"]
     assert (rollout.limit, rollout.reward, rollout.failed, rollout.turns) == ("turns", 0.25, None, 2)
-    (rollout,) = scripted(
-        agent, 'ask([{"role": "user", "content": "x"}])\nprint(0.5, flush=True)\nimport time\ntime.sleep(60)', max_seconds=2
-    )["rollouts"]
+
+    wait = ProcessSession.wait_async
+
+    async def until_it_has_written(session: ProcessSession) -> Any:
+        await asyncio.to_thread(time_is_up, session._program)
+        return await wait(session)
+
+    monkeypatch.setattr(ProcessSession, "wait_async", until_it_has_written)
+    hangs = 'ask([{"role": "user", "content": "x"}])\nprint(0.5, flush=True)\nimport time\ntime.sleep(100)'
+    (rollout,) = scripted(agent, hangs)["rollouts"]
     assert (rollout.limit, rollout.reward, rollout.failed) == ("time", 0.5, None)
 
 
@@ -201,7 +210,7 @@ env.run_trial([{{"n": 0}}, {{"n": 1}}], agent, 1)
 """
     trainer = subprocess.Popen([sys.executable, "-c", code])
     try:
-        assert until(lambda: len(list(tmp_path.glob("started*"))) == 2, 60)
+        assert until(lambda: len(list(tmp_path.glob("started*"))) == 2, 2 * PATIENCE)
     finally:
         os.kill(trainer.pid, signal.SIGKILL)
         trainer.wait()
@@ -210,14 +219,4 @@ env.run_trial([{{"n": 0}}, {{"n": 1}}], agent, 1)
         result = subprocess.run(["pgrep", "-f", f"{marker} [01]"], capture_output=True, text=True)
         return result.stdout.split()
 
-    assert until(lambda: not alive(), 15), alive()
-
-
-def until(condition: Any, seconds: float) -> bool:
-    """Whether something becomes true in time; it happens in another process, so it is looked for."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.05)
-    return bool(condition())
+    assert until(lambda: not alive()), alive()

@@ -9,8 +9,11 @@ import re
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import aiohttp
 import pytest
+from patience import PATIENCE, until
 
 from longrein import Agent
 from longrein.contract import LongreinError
@@ -127,16 +130,24 @@ def test_nothing_is_done_after_the_end(play):
     assert (rollout.failed, rollout.turns, round(rollout.reward, 6)) == (None, 1, 1.2)
 
 
-def test_a_session_outlives_the_servers_pings_while_the_policy_thinks():
+def test_a_session_answers_the_servers_pings_while_the_policy_thinks(monkeypatch):
+    answered = []
+    pong = aiohttp.ClientWebSocketResponse.pong
+
+    async def watched(socket, message=b""):
+        await pong(socket, message)
+        answered.append(message)
+
     async def think(url):
-        session = Session(url, answer_seconds=5, full_seconds=5, idle_seconds=None)
+        session = Session(url, answer_seconds=PATIENCE, full_seconds=PATIENCE, idle_seconds=None)
         await session.reset({"seed": 3})
-        await asyncio.sleep(1)
+        assert await asyncio.to_thread(until, lambda: len(answered) >= 3)
         answer = await session.step({"number": 3})
         await session.close()
         return answer
 
-    with guessing(ws_ping_interval=0.2, ws_ping_timeout=0.2) as url:
+    monkeypatch.setattr(aiohttp.ClientWebSocketResponse, "pong", watched)
+    with guessing(ws_ping_interval=0.05, ws_ping_timeout=PATIENCE) as url:
         assert asyncio.run(think(url))["done"] is True
 
 
@@ -150,12 +161,19 @@ def test_an_exception_inside_the_environment_fails_the_rollout_unless_it_is_to_b
     assert round(other.reward, 6) == 1.1
 
 
-def test_a_session_that_timed_out_is_over_and_no_other_is_opened_in_its_place(play):
+def test_a_session_that_timed_out_is_over_and_no_other_is_opened_in_its_place(play, monkeypatch):
+    step = Session.step
+
+    async def impatient(session, action):
+        session._answer_seconds = 0.5 if action["number"] == 7 else PATIENCE
+        return await step(session, action)
+
     def script(messages, tools):
         return call("guess", number=7) if "slow" in messages[0]["content"] else searcher(messages, tools)
 
+    monkeypatch.setattr(Session, "step", impatient)
     with guessing() as url:
-        slow, quick = play(script, [{"seed": 3, "instruction": "slow"}, {"seed": 4}], url=url, answer_seconds=0.5)
+        slow, quick = play(script, [{"seed": 3, "instruction": "slow"}, {"seed": 4}], url=url)
         Guess.release.set()
         assert len(Guess.made) == 2
     assert slow.reward is None
@@ -180,23 +198,31 @@ def test_a_full_server_is_waited_for(play):
 
 
 def test_a_server_that_stays_full_is_given_up_after_the_stated_time(play):
+    async def beside_another(url):
+        other = Session(url, answer_seconds=PATIENCE, full_seconds=PATIENCE, idle_seconds=None)
+        await other.reset({"seed": 3})
+        rollouts = await asyncio.to_thread(play, searcher, [{"seed": 4}], url=url, full_seconds=0.4)
+        await other.close()
+        return rollouts
+
     with guessing(sessions=1) as url:
-        started = time.monotonic()
-        one, two = play([call("guess", number=7)], [{"seed": 3}, {"seed": 4}], url=url, answer_seconds=1.5, full_seconds=0.4)
-        assert time.monotonic() - started < 10
-        Guess.release.set()
-    full = two if "full" in two.failed else one
+        (full,) = asyncio.run(beside_another(url))
     assert "was full for 0.4 s" in full.failed
     assert "max_concurrent_envs" in full.failed
 
 
-def test_a_session_idle_for_longer_than_the_server_allows_is_over(play):
+def test_a_session_idle_for_longer_than_the_server_allows_is_over(play, monkeypatch):
+    thought = 0.0
+
     def thinker(messages, tools):
-        time.sleep(0.3 if len(messages) > 1 else 0)
+        nonlocal thought
+        thought += 7200 if len(messages) > 1 else 0
         return call("guess", number=5)
 
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + thought)
+    monkeypatch.setattr("longrein.envs.openenv_wire.time", clock)
     with guessing() as url:
-        (rollout,) = play(thinker, [{"seed": 3}], url=url, idle_seconds=0.2)
+        (rollout,) = play(thinker, [{"seed": 3}], url=url, idle_seconds=3600)
     assert rollout.reward is None
     assert "`idle_seconds`" in rollout.failed
     assert rollout.turns == 2
@@ -264,10 +290,11 @@ def test_a_server_that_cannot_start_says_why(play):
 
 
 def test_a_server_that_is_not_there_is_said_so(play):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    with pytest.raises(LongreinError, match=f"no OpenEnv server answers at {url}/schema"):
-        play(["hello"], [{}], url=url)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound and not listening: nobody answers here
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(LongreinError, match=f"no OpenEnv server answers at {url}/schema"):
+            play(["hello"], [{}], url=url)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import threading
 
 import numpy as np
 import pytest
+from patience import PATIENCE
 
 from longrein import Agent, Sampling
 from longrein.contract import LongreinError
@@ -123,10 +124,10 @@ def test_trls_worker_trains_from_the_record(agent):
     thread = threading.Thread(target=loop.run)
     thread.start()
     try:
-        got = [samples.get(timeout=60) for _ in range(4)]
+        got = [samples.get(timeout=2 * PATIENCE) for _ in range(4)]
     finally:
         loop._loop.call_soon_threadsafe(loop._stop_event.set)
-        thread.join(30)
+        thread.join(PATIENCE)
         agent.on_finish = None
     assert errors.empty()
     rows = [row for rollout in list(kept.values()) for row in rollout.rows()]

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import requests
 from hunter import REACT, hunter
-from processes import BOMB, DAEMON, PATIENCE, alive, marker, time_is_up, until
+from patience import PATIENCE, until
+from processes import BOMB, DAEMON, alive, marker, time_is_up
 
 from longrein.contract import AgentSession, AgentSessionFactory, LongreinError, SampleRequest, Verdict
 from longrein.engines.scripted import ScriptedEngine

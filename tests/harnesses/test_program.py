@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import DAEMON, PATIENCE, alive, marker, until
+from patience import PATIENCE, until
+from processes import DAEMON, alive, marker
 
 from longrein.harnesses.program import KEPT_BYTES, Clipped, Program
 

@@ -149,7 +149,7 @@ def test_the_pull_way_with_a_recorder_as_the_generate_api(server: InterceptionSe
 def test_a_model_that_refuses_ends_it_with_a_word(server: InterceptionServer) -> None:
     env = {**os.environ, "OPENAI_BASE_URL": f"{server.url}/v1", "OPENAI_API_KEY": "nobody"}
     command = [sys.executable, "-m", "longrein.harnesses.react", "--rooms", "attic,barn"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert "the model answered 401" in done.stderr
     assert json.loads(done.stdout) == {"answer": None, "turns": 0}
@@ -158,7 +158,7 @@ def test_a_model_that_refuses_ends_it_with_a_word(server: InterceptionServer) ->
 def test_without_an_address_it_says_so() -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("OPENAI_")}
     command = [sys.executable, "-m", "longrein.harnesses.react", "--rooms", "attic,barn"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert "OPENAI_BASE_URL is not set" in done.stderr
 
@@ -213,7 +213,7 @@ def test_it_starts_in_about_a_tenth_of_a_second() -> None:
     )
     times = []
     for _ in range(3):
-        said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30).stdout
+        said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120).stdout
         seconds, _, heavy = said.strip().partition(" ")
         assert heavy == "[]"
         times.append(float(seconds))

@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 from hunter import REACT, hunter
-from processes import DAEMON, PATIENCE, RABBIT, alive, marker, time_is_up, until
+from patience import PATIENCE, until
+from processes import DAEMON, RABBIT, alive, marker, time_is_up
 
 from longrein.engines.scripted import ScriptedEngine
 from longrein.harnesses import HarnessError, Outcome, ProcessSessionFactory, sandbox

@@ -10,7 +10,8 @@ import sys
 import time
 
 import pytest
-from processes import BOMB, DAEMON, PATIENCE, RABBIT, alive, marker, until
+from patience import PATIENCE, until
+from processes import BOMB, DAEMON, RABBIT, alive, marker
 
 from longrein.harnesses import supervisor
 

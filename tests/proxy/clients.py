@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
+from patience import PATIENCE
 from programs import Program
 
 from longrein.contract import Tool
@@ -125,7 +126,7 @@ class MessagesClient(Client):
 
     def open(self, there: Program) -> None:
         anthropic = pytest.importorskip("anthropic")
-        self.sdk = anthropic.Anthropic(base_url=there.server.url, api_key=there.key, timeout=30)
+        self.sdk = anthropic.Anthropic(base_url=there.server.url, api_key=there.key, timeout=PATIENCE)
         self.omit = anthropic.omit
 
     def user(self, text: str) -> None:
@@ -166,7 +167,9 @@ class GeminiClient(Client):
     def open(self, there: Program) -> None:
         genai = pytest.importorskip("google.genai")
         self.types = genai.types
-        self.sdk = genai.Client(api_key=there.key, http_options={"base_url": there.server.url, "timeout": 30_000})
+        self.sdk = genai.Client(
+            api_key=there.key, http_options={"base_url": there.server.url, "timeout": int(PATIENCE * 1000)}
+        )
 
     def user(self, text: str) -> None:
         self.history.append(self.types.Content(role="user", parts=[self.types.Part(text=text)]))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import openai
+from patience import PATIENCE
 
 from longrein.contract import Sampled, SampleRequest
 from longrein.proxy import InterceptionServer, Traffic
@@ -51,11 +52,11 @@ class Program:
 
     @property
     def sdk(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.server.url}/v1", api_key=self.key, timeout=30)
+        return openai.OpenAI(base_url=f"{self.server.url}/v1", api_key=self.key, timeout=PATIENCE)
 
     @property
     def async_sdk(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.server.url}/v1", api_key=self.key, timeout=30)
+        return openai.AsyncOpenAI(base_url=f"{self.server.url}/v1", api_key=self.key, timeout=PATIENCE)
 
     @property
     def traffic(self) -> Traffic:
@@ -71,7 +72,7 @@ class Program:
     def request(
         self, body: Any = None, *, method: str = "POST", path: str = "/v1/chat/completions", **headers: str
     ) -> Reply:
-        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=PATIENCE)
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         connection.request(method, path, data, {"Authorization": f"Bearer {self.key}", **_headers(headers)})
         response = connection.getresponse()
@@ -87,7 +88,7 @@ class Program:
         data = json.dumps(body).encode()
         lines = {"Host": "x", "Authorization": f"Bearer {self.key}", "Content-Length": str(len(data)), **_headers(headers)}
         head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
-        connection = socket.create_connection(("127.0.0.1", self.server.port), timeout=30)
+        connection = socket.create_connection(("127.0.0.1", self.server.port), timeout=PATIENCE)
         connection.sendall(f"POST /v1/chat/completions HTTP/1.1\r\n{head}\r\n".encode() + data)
         return connection
 
@@ -112,7 +113,7 @@ class Gated:
         return Sampled(ids, [-0.5] * len(ids), "stop")
 
     def gate(self) -> Future[str]:
-        return self.asked.get(timeout=20)[1]
+        return self.asked.get(timeout=PATIENCE)[1]
 
     def close(self) -> None:
         pass
@@ -120,7 +121,7 @@ class Gated:
 
 def until(condition: Callable[[], object]) -> None:
     """Wait for what happens on the server's side of a connection, which tells nobody."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, "it never happened"
         time.sleep(0.001)

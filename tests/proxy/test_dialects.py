@@ -339,4 +339,4 @@ def test_a_stream_that_waits_for_its_reply_says_so_and_goes_on(
         gate = gated.gate()
         time.sleep(0.05)  # several times the pause between two signs of life
         gate.set_result("there")
-        assert turn.result(timeout=20).text == "there"
+        assert turn.result(timeout=60).text == "there"

@@ -230,4 +230,4 @@ def test_a_pulled_rollout_remembers_too(pulled: MakeProgram) -> None:
     second = there.sdk.responses.create(model="m", input="hi", previous_response_id=first.id)
     assert (first.output_text, second.output_text) == ("1 heard", "3 heard")
     there.server.end(there.rollout_id)
-    thread.join(timeout=20)
+    thread.join(timeout=60)

@@ -18,6 +18,7 @@ from bodies import ANYTHING, BODY
 from conversations import LOOK, MOVE, assistant, system, user
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE
 from programs import Gated, Program, until
 
 from longrein.contract import LongreinError, Sampled, SampleRequest, Sampling
@@ -197,7 +198,7 @@ def test_the_runs_sampling_wins_and_what_was_asked_is_recorded(program: MakeProg
     asked = [{"temperature": 1.7, "top_p": 0.2, "max_tokens": 500}, {"max_completion_tokens": 9}, {}, {}]
     for fields in asked:
         connection = there.start({"messages": [user("hi")], **fields})
-        request, gate = gated.asked.get(timeout=20)
+        request, gate = gated.asked.get(timeout=PATIENCE)
         assert request.sampling == Sampling(temperature=0.5, max_tokens=9 if "max_completion_tokens" in fields else 100)
         gate.set_result("yes")
         connection.recv(10)
@@ -210,7 +211,7 @@ def test_tool_choice_none_shows_the_model_no_tools(program: MakeProgram, gated: 
     there = program(gated)
     for choice, shown in (("none", []), ("auto", [LOOK, MOVE]), ("required", [LOOK, MOVE])):
         connection = there.start({"messages": [user("hi")], "tools": [LOOK, MOVE], "tool_choice": choice})
-        request, gate = gated.asked.get(timeout=20)
+        request, gate = gated.asked.get(timeout=PATIENCE)
         assert list(request.tools) == shown
         gate.set_result("yes")
         connection.recv(10)
@@ -287,7 +288,7 @@ def test_a_conversation_the_template_refuses_is_the_programs_mistake(server: Any
     assert there.traffic.failure is None
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(body=BODY | ANYTHING)
 def test_no_body_ever_gets_a_500(program: MakeProgram, body: Any) -> None:
     there = program()
@@ -300,7 +301,7 @@ def test_no_body_ever_gets_a_500(program: MakeProgram, body: Any) -> None:
 
 
 @given(body=st.binary(max_size=30))
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_no_bytes_ever_get_a_500(program: MakeProgram, body: bytes) -> None:
     assert program().request(body).status == 400
 
@@ -326,7 +327,7 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_breaks_nothing(program: 
     connection.sendall(f"{head}Content-Length: 100\r\n\r\nhalf".encode())
     connection.close()
     for broken in ("Transfer-Encoding: chunked\r\n\r\nzz\r\n", "Content-Encoding: gzip\r\nContent-Length: 4\r\n\r\nhalf"):
-        with socket.create_connection(("127.0.0.1", there.server.port), timeout=20) as connection:
+        with socket.create_connection(("127.0.0.1", there.server.port), timeout=PATIENCE) as connection:
             connection.sendall((head + broken).encode())
             assert connection.recv(12).endswith(b"400")
     assert there.say(user("hi")).status == 200
@@ -407,7 +408,7 @@ def test_a_stream_says_that_it_waits(program: MakeProgram, gated: Gated) -> None
 def test_an_engine_slower_than_a_programs_read_timeout_is_waited_for(program: MakeProgram, gated: Gated, pool: Any) -> None:
     with Impatient() as server:
         there = program(gated, on=server)
-        sdk = there.sdk.with_options(timeout=httpx.Timeout(5, read=0.4), max_retries=0)
+        sdk = there.sdk.with_options(timeout=httpx.Timeout(PATIENCE, read=2), max_retries=0)
 
         def ask() -> str:
             stream = sdk.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}], stream=True)
@@ -415,10 +416,10 @@ def test_an_engine_slower_than_a_programs_read_timeout_is_waited_for(program: Ma
 
         said = pool.submit(ask)
         gate = gated.gate()
-        with pytest.raises(TimeoutError):  # three times what the program waits between two bytes
-            said.result(timeout=1.2)
+        with pytest.raises(TimeoutError):  # longer than the program waits between two bytes
+            said.result(timeout=2.5)
         gate.set_result("at last")
-        assert said.result(timeout=20) == "at last"
+        assert said.result(timeout=PATIENCE) == "at last"
         assert [call.delivered for call in there.calls] == [True]
 
 
@@ -426,12 +427,12 @@ def test_a_program_that_gives_up_waiting_and_asks_again_gets_the_same_reply(
     program: MakeProgram, gated: Gated, pool: Any
 ) -> None:
     there = program(gated)
-    sdk = there.sdk.with_options(timeout=httpx.Timeout(5, read=0.4), max_retries=1)
+    sdk = there.sdk.with_options(timeout=httpx.Timeout(PATIENCE, read=0.4), max_retries=50)
     said = pool.submit(sdk.chat.completions.create, model="m", messages=[{"role": "user", "content": "hi"}])
     gate = gated.gate()
     until(lambda: there.traffic.joined)
     gate.set_result("at last")
-    assert said.result(timeout=20).choices[0].message.content == "at last"
+    assert said.result(timeout=PATIENCE).choices[0].message.content == "at last"
     assert there.traffic.calls == len(there.calls) == 1
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 from conversations import LOOK, assistant, result, system, user
+from patience import PATIENCE
 from programs import Gated, Program, until
 
 from longrein.contract import Intercept, LongreinError, Message, Sampling
@@ -140,7 +141,7 @@ def test_an_idempotency_key_says_what_is_the_same(program: MakeProgram, gated: G
 
 def test_the_sdks_own_retry_after_a_timeout_samples_once(program: MakeProgram, gated: Gated, pool: Any) -> None:
     there = program(gated)
-    sdk = openai.OpenAI(base_url=f"{there.server.url}/v1", api_key=there.key, timeout=0.3, max_retries=5)
+    sdk = openai.OpenAI(base_url=f"{there.server.url}/v1", api_key=there.key, timeout=0.3, max_retries=50)
     reply = pool.submit(sdk.chat.completions.create, model="m", messages=[user("hi")])
     gate = gated.gate()
     until(lambda: there.traffic.joined)
@@ -171,7 +172,7 @@ def test_a_reply_is_delivered_before_the_program_can_end(program: MakeProgram) -
 def test_sealing_waits_for_replies_on_their_way_and_then_nothing_changes(
     program: MakeProgram, pool: Any, monkeypatch: Any, in_time: bool
 ) -> None:
-    monkeypatch.setattr("longrein.proxy.session.GRACE_SECONDS", 20 if in_time else 0.01)
+    monkeypatch.setattr("longrein.proxy.session.GRACE_SECONDS", PATIENCE if in_time else 0.01)
     there = program()
     session = there.server._session(there.rollout_id)
 
@@ -390,7 +391,7 @@ def test_waiting_on_the_servers_own_loop_is_refused(pulled: MakeProgram) -> None
 
     for method in ("next_request", "end", "seal", "close"):
         with pytest.raises(LongreinError, match=f"{method} waits, and was called on the server's own loop"):
-            asyncio.run_coroutine_threadsafe(inside(method), there.server._running()).result(timeout=20)
+            asyncio.run_coroutine_threadsafe(inside(method), there.server._running()).result(timeout=PATIENCE)
 
 
 def test_a_direct_rollout_has_nothing_to_pull_and_unknown_ones_are_told(
@@ -426,7 +427,7 @@ def test_many_pulled_rollouts_at_once_are_never_crossed(server: InterceptionServ
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=PATIENCE)
     assert transcripts == {number: [f"{number}.{turn}"[::-1] for turn in range(4)] for number in range(32)}
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import parts
 import torch
-from accelerate import PartialState
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from worlds import Raising, Slow, Talk, Uneven, row
 
 from longrein.envs import task_dataset
@@ -62,10 +63,20 @@ def equal(folder: Path, processes: int) -> dict[str, Any]:
 
 def slow_then_raising(folder: Path, processes: int) -> None:
     """A trial that takes longer than a collective may, and then one that raises."""
-    PartialState(cpu=True, timeout=timedelta(seconds=8))  # on a CPU, transformers does not pass its `ddp_timeout` on
     collective.HEARTBEAT_SECONDS = 1.0
     tasks = [row(Slow, {"seconds": 12}, n=n) for n in range(3)]
     trainer = parts.trainer(folder, tasks, **{**settings(processes), "max_steps": 1})
+    prepare = trainer._prepare_inputs
+
+    def impatient(inputs: Any) -> Any:  # for the trial only: elsewhere a slow machine may let a rank wait for the other
+        trainer.accelerator.wait_for_everyone()
+        _set_pg_timeout(timedelta(seconds=8))
+        try:
+            return prepare(inputs)
+        finally:
+            _set_pg_timeout(timedelta(minutes=5))
+
+    trainer._prepare_inputs = impatient
     trainer.train()
     result = {"seconds": parts.logged(trainer, "time/rollout")[0], "steps": trainer.state.global_step}
     torch.save(result, folder / f"slow_{os.environ['RANK']}.pt")
@@ -79,5 +90,8 @@ if __name__ == "__main__":
         result = {"equal": equal, "slow_then_raising": slow_then_raising}[job](folder, processes)
     except Exception as error:
         (folder / f"error_{rank}.txt").write_text(f"{type(error).__name__}: {error}")
+        deadline = time.monotonic() + 60  # the launcher ends the other ranks with the first: they too are to say their error
+        while len(list(folder.glob("error_*.txt"))) < processes and time.monotonic() < deadline:
+            time.sleep(0.01)
         raise
     torch.save(result, folder / f"result_{rank}.pt")

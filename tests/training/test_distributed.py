@@ -33,7 +33,7 @@ def launch(job: str, folder: Path, timeout: float) -> subprocess.CompletedProces
 def test_two_processes_train_as_one(tmp_path):
     folder = tmp_path / "two"
     folder.mkdir()
-    done = launch("equal", folder, timeout=240)
+    done = launch("equal", folder, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     one = launched.equal(tmp_path / "one", 1)
     ranks = [torch.load(folder / f"result_{rank}.pt") for rank in range(2)]
@@ -52,7 +52,7 @@ def test_two_processes_train_as_one(tmp_path):
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
     folder = tmp_path_factory.mktemp("stopped")
-    return launch("slow_then_raising", folder, timeout=120), folder
+    return launch("slow_then_raising", folder, timeout=600), folder
 
 
 def test_trials_may_take_longer_than_a_collective(stopped):

@@ -103,7 +103,7 @@ def test_a_large_batch_is_quick():
     assert sum(map(len, rows)) > 120_000
     seconds = []
     for _ in range(5):
-        started = time.perf_counter()
+        started = time.thread_time()  # of the processor: other programs may be busy on this machine
         PrefixTree.of(rows)
-        seconds.append(time.perf_counter() - started)
-    assert min(seconds) < 0.05  # 3 ms where nothing else runs
+        seconds.append(time.thread_time() - started)
+    assert min(seconds) < 0.05, "3 ms on a quiet machine"

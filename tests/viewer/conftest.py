@@ -14,13 +14,12 @@ from typing import Any
 import made
 import pytest
 from aiohttp import web
+from patience import PATIENCE
 from playwright.sync_api import expect, sync_playwright
 
 from longrein.runs import Run
 from longrein.viewer.server import application
 
-PATIENCE = 60
-"""Seconds that a slow machine may take for anything; on a quick one nothing waits so long."""
 expect.set_options(timeout=PATIENCE * 1000)
 
 Serve = Callable[[Path], contextlib.AbstractContextManager[str]]

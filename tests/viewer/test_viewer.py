@@ -22,7 +22,7 @@ from longrein.viewer import data
 
 def ask(url: str, **headers: str) -> tuple[int, Any, bytes]:
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=20) as response:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60) as response:
             return response.status, response.headers, response.read()
     except urllib.error.HTTPError as error:
         return error.code, error.headers, error.read()
@@ -95,7 +95,7 @@ def test_the_command_serves_until_ctrl_c(folder_of_run: Path, tmp_path: Path) ->
         told = process.stdout.readline()
         status, _, body = ask(told.split(" at ")[1].split()[0] + "api/overview")
         os.kill(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=60)
     assert status == 200
     assert json.loads(body)["name"] == "hunts"
     assert (process.returncode, errors) == (0, "")

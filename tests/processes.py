@@ -7,6 +7,8 @@ import time
 import uuid
 from pathlib import Path
 
+from patience import until
+
 from longrein.harnesses.program import Program
 
 
@@ -29,21 +31,6 @@ def alive(mark: str) -> list[int]:
         if mark.encode() in arguments and state not in "ZX":
             found.append(int(name))
     return found
-
-
-PATIENCE = 60.0
-"""Seconds that a slow machine may take for anything; on a quick one nothing waits so long."""
-
-
-def until(condition: object, seconds: float = PATIENCE) -> bool:
-    """Whether the condition came true in time."""
-    assert callable(condition)
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def time_is_up(program: Program) -> None:
