@@ -11,9 +11,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import requests
 from hunter import REACT, hunter
@@ -209,6 +211,13 @@ def test_a_judging_command_sees_neither_the_programs_home_nor_our_secrets(
         assert session.run().env_reward == 1.0
 
 
+@pytest.mark.parametrize("value", [True, 1, np.float32(1), np.bool_(True), Fraction(1)])
+def test_any_number_is_a_verdict(python: Any, value: Any) -> None:
+    with python("pass", verify=lambda task, outcome: value).create(task=None, rollout_id="number") as session:
+        reward = session.run().env_reward
+        assert (reward, type(reward)) == (1.0, float)
+
+
 def _raises(task: Any, outcome: Outcome) -> float:
     raise KeyError("a bug of the verifier")
 
@@ -219,6 +228,7 @@ def _raises(task: Any, outcome: Outcome) -> float:
         (_raises, "KeyError: 'a bug of the verifier'"),
         (lambda *_: float("nan"), "finite"),
         (lambda *_: None, "must return a number"),
+        (lambda *_: "1", "must return a number"),
         (["sh", "-c", "kill -SEGV $$"], "broke with 139"),
         (["sleep", "50"], "did not end within 0.5 seconds"),
     ],

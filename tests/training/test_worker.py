@@ -52,7 +52,7 @@ class Session:
         self.said.append(completion_text)
 
     def verify(self) -> Verdict:
-        return Verdict(float(self.id.endswith("-0")))
+        return Verdict(self.task.get("rewards", {}).get(self.id[-1], float(self.id.endswith("-0"))))
 
     def close(self) -> None:
         Session.closed += 1
@@ -106,6 +106,14 @@ def test_one_failing_session_is_left_out_and_stops_nothing(scripted: Agent) -> N
     assert [sample.group_id for sample in samples] == [0, 0, 1, 1, 1]
     worker_metrics = worker.metrics_queue.get_nowait()
     assert worker_metrics["rollout/failed"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), None])
+def test_a_verdict_that_is_no_number_is_left_out_of_its_group(scripted: Agent, reward: Any) -> None:
+    tasks = [{"rewards": {"1": reward}}]
+    samples = take(HarnessRolloutWorker(Factory(), scripted, tasks, num_generations=3, concurrency=1), 2)
+    assert {sample.metrics["reward"] for sample in samples} == {0.0, 1.0}
+    assert np.isfinite([sample.advantage for sample in samples]).all()
 
 
 def test_stop_ends_a_session_that_hangs_and_health_tells_the_truth(scripted: Agent) -> None:

@@ -204,7 +204,7 @@ class Environment(ABC):
         try:
             await self._run_episode(episode, rollout, recorder)
         finally:
-            await _settled(episode.close())
+            await settled(episode.close())
 
     async def _run_episode(self, episode: Episode, rollout: Rollout, recorder: Recorder) -> None:
         earned: list[float] = []
@@ -212,7 +212,7 @@ class Environment(ABC):
             await self._take_turns(episode, rollout, recorder, earned, clock)
         if rollout.limit is not None:
             earned.append(
-                _number(await _settled(episode.limit_reached(rollout.limit)), f"{type(episode).__name__}.limit_reached")
+                _number(await settled(episode.limit_reached(rollout.limit)), f"{type(episode).__name__}.limit_reached")
             )
         rollout.reward = math.fsum(earned)
         if rollout.success is None:
@@ -223,7 +223,7 @@ class Environment(ABC):
     ) -> None:
         """Until the episode is done or a limit is reached; `earned` grows by what each reply earns."""
         name, sampling = type(episode).__name__, self._sampling(recorder)
-        messages = _messages(await _settled(episode.start()), f"{name}.start")
+        messages = _messages(await settled(episode.start()), f"{name}.start")
         while True:
             if len(rollout.calls) >= self.config.max_turns:
                 rollout.limit = "turns"
@@ -238,7 +238,7 @@ class Environment(ABC):
                     raise
                 rollout.limit = "tokens"
                 return
-            step = await _settled(episode.step(call.reply))
+            step = await settled(episode.step(call.reply))
             if not isinstance(step, Step):
                 raise LongreinError(f"{name}.step gave {step!r}; it must give a Step")
             earned.append(_number(step.reward, f"{name}.step"))
@@ -304,6 +304,6 @@ def _messages(given: Any, of: str) -> list[Message]:
     return messages
 
 
-async def _settled(value: Any) -> Any:
+async def settled(value: Any) -> Any:
     """The value, awaited where it has to be."""
     return await value if inspect.isawaitable(value) else value

@@ -30,7 +30,8 @@ class HarnessConfig(EnvConfig):
     program: str | None = None
     """In place of `command`: a program by its name (`longrein harness list`). It is told the task's `instruction`."""
     verify: str | Sequence[str]
-    """The dotted path of a function `(task, outcome) -> reward`, or a command."""
+    """The dotted path of a function `(task, outcome) -> reward`, or a command. It is trusted: it runs as you, in no sandbox, and runs
+    what the program left, if at all, through `longrein.harnesses.isolated`."""
     env: Mapping[str, str | None] = field(default_factory=dict)
     """More variables for the program, with the same placeholders."""
     files: Mapping[str, str] = field(default_factory=dict)

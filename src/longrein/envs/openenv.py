@@ -8,6 +8,7 @@ that went on somewhere else. Playing needs only this package; serving needs `ope
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -15,6 +16,7 @@ import re
 import socket
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -262,16 +264,18 @@ class OpenEnv(Environment):
 
 
 async def _healthy(url: str, program: Program) -> None:
-    async with asyncio.timeout(START_SECONDS), aiohttp.ClientSession() as http:
-        while True:
+    deadline = time.monotonic() + START_SECONDS
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as http:
+        while time.monotonic() < deadline:
             if program.ended.done():
                 raise LongreinError(f"the OpenEnv server ended at its start: {program.stderr.text()[-1000:].strip()}")
-            try:
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                 async with http.get(f"{url}/health") as answer:
                     if answer.status == 200:
                         return
-            except aiohttp.ClientError:
-                await asyncio.sleep(0.1)
+            await asyncio.sleep(0.1)
+    said = program.stderr.text()[-1000:].strip()
+    raise LongreinError(f"the OpenEnv server was not healthy within {START_SECONDS:g} s of its start: {said}")
 
 
 async def _get(url: str, seconds: float) -> Any:

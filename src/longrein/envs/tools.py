@@ -1,21 +1,27 @@
-"""Episodes whose tools are methods: mark them with `@tool`, write types and a docstring, and score the final answer."""
+"""Episodes whose tools are methods: mark them with `@tool`, write types and a docstring, and score the final answer.
+
+Always true: a call that does not fit its tool is told so, and the episode goes on; a tool that breaks on arguments of the types it
+asks for is a failed rollout.
+"""
 
 from __future__ import annotations
 
 import inspect
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from longrein.contract import Message, Tool
-from longrein.envs.environment import Episode, Step
+from longrein.contract import LongreinError, Message, Tool
+from longrein.envs.environment import Episode, Step, settled
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def tool(method: F) -> F:
     """Offer a method to the policy. Its signature and Google-style docstring are the schema."""
+    if not inspect.isfunction(method):
+        raise LongreinError(f"@tool was put on {method!r}; it goes on the function itself, below any other decorator")
     method.__longrein_tool__ = True  # type: ignore[attr-defined]
     return method
 
@@ -40,8 +46,8 @@ class ToolEpisode(Episode):
         super().__init__(task_data, config)
         self._methods = {
             name: getattr(self, name)
-            for name, member in inspect.getmembers(type(self), inspect.isfunction)
-            if getattr(member, "__longrein_tool__", False)
+            for name in dir(type(self))
+            if getattr(getattr(type(self), name, None), "__longrein_tool__", False)
         }
 
     @property
@@ -49,13 +55,13 @@ class ToolEpisode(Episode):
         return _schemas(type(self), tuple(self._methods))
 
     @abstractmethod
-    def score(self, answer: str) -> float:
+    def score(self, answer: str) -> float | Awaitable[float]:
         """The reward of a final answer."""
 
     async def step(self, reply: Message) -> Step:
         calls = reply.get("tool_calls") or ()
         if not calls:
-            return Step(reward=float(self.score(reply["content"])), done=True)
+            return Step(reward=await settled(self.score(reply["content"])), done=True)
         return Step(
             messages=[
                 {"role": "tool", "tool_call_id": call["id"], "content": await self._result(call["function"])}
@@ -64,7 +70,7 @@ class ToolEpisode(Episode):
         )
 
     async def _result(self, function: dict[str, Any]) -> str:
-        """What the tool says; a call that does not fit is told so, and the episode goes on."""
+        """What the tool says, or what does not fit."""
         name = function["name"]
         method = self._methods.get(name)
         if method is None:
@@ -72,10 +78,29 @@ class ToolEpisode(Episode):
         try:
             arguments = json.loads(function["arguments"] or "{}")
             bound = inspect.signature(method).bind(**arguments)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             return f"error: {name} cannot take {function['arguments']}: {error}"
-        result = method(*bound.args, **bound.kwargs)
-        return str(await result if inspect.isawaitable(result) else result)
+        try:
+            return str(await settled(method(*bound.args, **bound.kwargs)))
+        except Exception:
+            schema = next(one["function"]["parameters"] for one in self.tools if one["function"]["name"] == name)
+            if (wrong := _misfit(bound.arguments, schema["properties"])) is None:
+                raise
+            return f"error: {name} cannot take {function['arguments']}: {wrong}"
+
+
+_KINDS = {"string": str, "integer": int, "number": int | float, "boolean": bool, "array": list, "object": dict}
+
+
+def _misfit(arguments: Mapping[str, Any], schemas: Mapping[str, Any]) -> str | None:
+    """The first argument that is not of its type, in words."""
+    for name, value in arguments.items():
+        schema = schemas.get(name, {})
+        if (kind := schema.get("type")) not in _KINDS or (value is None and schema.get("nullable")):
+            continue
+        if not isinstance(value, _KINDS[kind]) or (isinstance(value, bool) and kind != "boolean"):
+            return f"{name} must be of type {kind}"
+    return None
 
 
 _SCHEMAS: dict[type, list[Tool]] = {}

@@ -80,7 +80,8 @@ def _verdict_of_command(
 ) -> Verdict:
     """Exit code 0 is 1.0, or the number on the last line printed; any other exit code is 0.0.
 
-    It runs in a folder of its own, where nothing that the program wrote is found by accident.
+    It runs in a folder of its own, where nothing that the program wrote is found by accident; and as we do, in no sandbox: one
+    that runs what the program left does so through `isolated`.
     """
     with tempfile.TemporaryDirectory(prefix="longrein-verify-", ignore_cleanup_errors=True) as folder:
         report = Path(folder, "outcome.json")
@@ -124,10 +125,10 @@ def _verdict_of_command(
 def _as_verdict(value: Any) -> Verdict:
     if isinstance(value, Verdict):
         verdict = value
-    elif isinstance(value, (int, float)):
-        verdict = Verdict(float(value))
-    else:
+    elif isinstance(value, str) or not hasattr(value, "__float__"):
         raise HarnessError(f"verify returned {value!r}; it must return a number or a Verdict")
+    else:
+        verdict = Verdict(float(value))
     if not math.isfinite(verdict.env_reward):
         raise HarnessError(f"verify gave the reward {verdict.env_reward}; it must be a finite number")
     return verdict

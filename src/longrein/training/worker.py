@@ -11,6 +11,7 @@ splice recorded, forks included.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import random
 import threading
@@ -186,8 +187,10 @@ class HarnessRolloutWorker:
                 raise LongreinError("the worker was stopped")
             told = play_session(session, self.recorder, rollout_id, self.agent.sampling, lose=self._lose)
             mark_auxiliary(rollout)
-            rollout.reward = told.reward
-            rollout.success = None if told.reward is None else told.reward >= 1
+            if told.reward is None or not math.isfinite(told.reward):
+                raise LongreinError(f"the session's verdict was the reward {told.reward}; it must be a finite number")
+            rollout.reward = float(told.reward)
+            rollout.success = rollout.reward >= 1
         except Exception as error:
             rollout.failed = f"{type(error).__name__}: {error}"
             if not self._stopping.is_set():
