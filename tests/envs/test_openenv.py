@@ -8,11 +8,13 @@ import json
 import re
 import socket
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import aiohttp
 import pytest
+from missing import missing
 from patience import PATIENCE, until
 
 from longrein import Agent
@@ -22,7 +24,8 @@ from longrein.envs.environment import EnvConfigError
 from longrein.envs.openenv import Actions, OpenEnv
 from longrein.envs.openenv_wire import Session
 
-pytest.importorskip("openenv", reason="openenv is not installed; `make test` installs it")
+if find_spec("openenv") is None:
+    missing("openenv is not installed; `make test` installs it")
 
 import itertools
 

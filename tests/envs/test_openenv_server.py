@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
+from missing import missing
 
 from longrein import Agent, Sampling
 from longrein.contract import LongreinError
@@ -10,7 +13,8 @@ from longrein.envs import Calculator, HarnessEnv, TreasureHunt
 from longrein.envs.environment import Environment, Episode, Step
 from longrein.envs.openenv import OpenEnv, app
 
-pytest.importorskip("openenv", reason="openenv is not installed; `make test` installs it")
+if find_spec("openenv") is None:
+    missing("openenv is not installed; `make test` installs it")
 
 from openenv.core import GenericEnvClient
 from openenv_worlds import running

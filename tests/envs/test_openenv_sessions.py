@@ -5,16 +5,19 @@ from __future__ import annotations
 import multiprocessing
 import queue
 import threading
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
+from missing import missing
 from patience import PATIENCE
 
 from longrein import Agent, Sampling
 from longrein.contract import LongreinError
 from longrein.rollout import Call, Rollout
 
-pytest.importorskip("openenv", reason="openenv is not installed; `make test` installs it")
+if find_spec("openenv") is None:
+    missing("openenv is not installed; `make test` installs it")
 
 from openenv.core.harness import ResourceSessionFactory, TrainableSession
 

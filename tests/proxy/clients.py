@@ -6,7 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import pytest
+import anthropic
+from google import genai
 from patience import PATIENCE
 from programs import Program
 
@@ -125,7 +126,6 @@ class MessagesClient(Client):
     thinking: dict[str, Any] | None = None
 
     def open(self, there: Program) -> None:
-        anthropic = pytest.importorskip("anthropic")
         self.sdk = anthropic.Anthropic(base_url=there.server.url, api_key=there.key, timeout=PATIENCE)
         self.omit = anthropic.omit
 
@@ -165,7 +165,6 @@ class ThinkingClient(MessagesClient):
 
 class GeminiClient(Client):
     def open(self, there: Program) -> None:
-        genai = pytest.importorskip("google.genai")
         self.types = genai.types
         self.sdk = genai.Client(
             api_key=there.key, http_options={"base_url": there.server.url, "timeout": int(PATIENCE * 1000)}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from clients import GeminiClient
 from conversations import LOOK
+from google.genai import errors
 from programs import Program
 
 from longrein.proxy import gemini
@@ -174,7 +175,6 @@ def test_the_key_may_be_in_a_header_or_in_the_address(program: MakeProgram) -> N
 
 
 def test_the_sdks_errors_are_googles(program: MakeProgram) -> None:
-    errors = pytest.importorskip("google.genai").errors
     client = GeminiClient(program())
     client.user("hi")
     with pytest.raises(errors.ClientError, match="candidateCount must be 1") as refused:

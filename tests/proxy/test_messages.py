@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import anthropic
 import pytest
 from clients import MessagesClient, ThinkingClient
 from conversations import LOOK, user
@@ -165,7 +166,6 @@ def test_the_sdk_counts_the_tokens_of_the_prompt_it_would_send(program: MakeProg
 
 
 def test_the_sdks_errors_are_anthropics(program: MakeProgram) -> None:
-    anthropic = pytest.importorskip("anthropic")
     there = program(limits=None)
     sdk = MessagesClient(there).sdk
     with pytest.raises(anthropic.BadRequestError, match="messages is empty"):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from missing import missing
 
 from longrein import Agent
 from longrein.contract import Message, Sampled, SampleRequest, Tool
@@ -34,8 +35,7 @@ def known(name: str, monkeypatch: pytest.MonkeyPatch) -> Harness:
         monkeypatch.setenv("LONGREIN_HARNESSES", str(Path(__file__).parents[3] / ".cache" / "harnesses"))
     found = harness(name)
     if found.installed() != found.package.version:
-        message = f"{name} is not in {found.folder}; `longrein harness install {name}` puts it there"
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(message)
+        missing(f"{name} is not in {found.folder}; `longrein harness install {name}` puts it there")
     return found
 
 
