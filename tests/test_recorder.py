@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -361,70 +360,6 @@ def test_a_reply_that_was_delivered_is_continued_before_one_that_was_not(renderi
 # Exactly once
 
 
-@settings(max_examples=60)
-@given(data=st.data())
-def test_each_delivered_token_is_trained_once_and_an_undelivered_one_never(rendering: Named, data: st.DataObject) -> None:
-    found = rendering("qwen3")
-    recorder, engine = recording(found)
-    conversations = [[user("hi")], [user("other")]]
-    lost: dict[int, list[str]] = defaultdict(list)
-    state: dict[str, str] = {}
-    waiting: list[tuple[int, Call]] = []
-    for _ in range(data.draw(st.integers(1, 10))):
-        which = data.draw(st.integers(0, len(conversations) - 1))
-        asked = len(engine.requests)
-        call = ask(recorder, conversations[which], delivered=False)
-        if lost[which]:
-            assert (call.id, len(engine.requests)) == (lost[which].pop(0), asked)
-        else:
-            assert call.id not in state
-            assert len(engine.requests) == asked + 1
-        state[call.id] = "open"
-        waiting.append((which, call))
-        for which, call in data.draw(st.lists(st.sampled_from(waiting), unique_by=lambda pair: pair[1].id)):
-            waiting.remove((which, call))
-            state[call.id] = data.draw(st.sampled_from(["delivered", "lost"]))
-            if state[call.id] == "delivered":
-                recorder.deliver("r", call.id)
-                conversations.append([*conversations[which], call.reply, user("more")])
-            else:
-                recorder.lose("r", call.id, conversations[which])
-                lost[which].append(call.id)
-    rollout = recorder.finish("r")
-    expected = {
-        (call.id, index): (token, logprob)
-        for call in rollout.calls.values()
-        if state[call.id] == "delivered"
-        for index, (token, logprob) in enumerate(zip(call.completion_ids, call.logprobs, strict=True))
-    }
-    trained = [item for row in rollout.rows() for item in trained_tokens(rollout.calls, row)]
-    assert len(trained) == len(expected)
-    assert dict(trained) == expected
-    for call in rollout.calls.values():
-        assert rollout.reason(call) == (None if state[call.id] == "delivered" else "undelivered")
-
-
-def trained_tokens(calls: dict[str, Call], row: Any) -> list[tuple[tuple[str, int], tuple[int, float]]]:
-    """((call, position in its reply), (token, log-probability)) of a row's trained tokens."""
-    at, found = 0, []
-    for call_id in row.calls:
-        at += len(calls[call_id].context_ids)
-        for index in range(len(calls[call_id].completion_ids)):
-            if row.agent_mask[at]:
-                found.append(((call_id, index), (row.token_ids[at], row.logprobs[at])))
-            at += 1
-    return found
-
-
-def test_a_lost_call_is_joined_by_the_same_request_in_other_clothes(rendering: Named) -> None:
-    recorder, engine = recording(rendering("qwen3"))
-    call = ask(recorder, [user("hi")], [LOOK], delivered=False)
-    recorder.lose("r", call.id, [user("hi")], [LOOK])
-    joined = ask(recorder, [user([{"type": "text", "text": "hi"}])], [LOOK])
-    assert (joined.id, joined.delivered, len(engine.requests)) == (call.id, True, 1)
-    assert ask(recorder, [user("hi")], [LOOK]).id != call.id
-
-
 def test_a_call_that_is_still_open_is_not_joined(rendering: Named) -> None:
     found = rendering("qwen3")
 
@@ -667,7 +602,7 @@ def test_a_rollout_is_open_once_and_closed_for_good(rendering: Named) -> None:
     with pytest.raises(LongreinError, match="at least one message"):
         ask(recorder, [])
     recorder.finish("r")
-    for late in (lambda: ask(recorder, [user("hi")]), lambda: recorder.finish("r"), lambda: recorder.deliver("r", "c")):
+    for late in (lambda: ask(recorder, [user("hi")]), lambda: recorder.finish("r"), lambda: recorder.digest("r", [])):
         with pytest.raises(LongreinError, match="'r' is not open here"):
             late()
 

@@ -6,6 +6,7 @@ it, and either side can be replaced without the other knowing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, runtime_checkable
@@ -44,8 +45,8 @@ class Sampling:
     """Longest reply in tokens; None leaves it to the engine's context."""
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise LongreinError(f"Sampling.temperature is {self.temperature}; it must be 0 (greedy) or more.")
+        if not 0 <= self.temperature < math.inf:
+            raise LongreinError(f"Sampling.temperature is {self.temperature}; it must be 0 (greedy) or more, and finite.")
         if not 0 < self.top_p <= 1:
             raise LongreinError(f"Sampling.top_p is {self.top_p}; it must be above 0 and at most 1.")
         if self.top_k < 0:

@@ -46,8 +46,6 @@ class _Open:
     digests: Digests = field(default_factory=Digests)
     ends: dict[bytes, list[str]] = field(default_factory=dict)
     """Digest of a conversation up to and with a reply: the calls that gave it, oldest first."""
-    lost: dict[bytes, list[str]] = field(default_factory=dict)
-    """Digest of a request: the calls whose reply never reached whoever asked, oldest first."""
     paths: dict[str, bytes] = field(default_factory=dict)
     """A call: the key of its path, its reply included."""
     siblings: dict[bytes, set[int]] = field(default_factory=dict)
@@ -166,15 +164,11 @@ class Recorder:
         """Answer one model call and record it. `max_length` bounds prompt and reply together, below the model's context.
 
         A reply ends with the token that completes one of the words in `stop`, and its message before that word.
-        A caller whose reply may get lost on the way passes `delivered=False`, then tells `deliver` or `lose`.
+        A caller whose reply may get lost on the way passes `delivered=False`, and updates the rollout once it has arrived.
         """
         state = self._state(rollout_id)
         with self._lock:
             place = self._place(state, messages, tools)
-            if lost := state.lost.get(place.request_digest):
-                joined = lost.pop(0)
-                self._number(state, joined, turn)
-                return _copied(state.rollout.update(joined, delivered=delivered))
             sampling = self._within_context(sampling or self.sampling, len(place.prompt_ids), max_length)
             prompt_key = self._prompt_key(state, place)
             taken = state.siblings.setdefault(prompt_key, set())
@@ -211,17 +205,6 @@ class Recorder:
         state = self._state(rollout_id)
         with self._lock:
             return state.digests.of(messages, tools, again=True)[-1]
-
-    def deliver(self, rollout_id: str, call_id: str) -> None:
-        """The reply reached whoever asked."""
-        self._state(rollout_id).rollout.update(call_id, delivered=True)
-
-    def lose(self, rollout_id: str, call_id: str, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> None:
-        """The connection closed before the reply was delivered: the same request, sent again, joins this call."""
-        state = self._state(rollout_id)
-        with self._lock:
-            state.rollout.update(call_id, delivered=False)
-            state.lost.setdefault(state.digests.of(messages, tools)[-1], []).append(call_id)
 
     def _state(self, rollout_id: str, pop: bool = False) -> _Open:
         state = self._open.pop(rollout_id, None) if pop else self._open.get(rollout_id)

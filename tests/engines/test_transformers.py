@@ -267,6 +267,78 @@ def test_a_paused_engine_lets_its_batch_end_and_starts_none(engine: Transformers
         engine.load_weights([("head", torch.zeros(1))])
 
 
+def test_pausing_waits_for_a_reply_that_goes_on_under_new_weights(engine: TransformersEngine) -> None:
+    held = Held(engine)
+    deliver, paused = engine._deliver, threading.Event()
+
+    async def scenario() -> None:
+        running = asyncio.create_task(engine.sample(request()))
+        await asyncio.to_thread(held.entered.wait)
+        engine.policy_version = 1  # the run of steps ends, and the reply goes on in the next one
+
+        def slowly() -> None:
+            if engine._weights_changed():  # time enough for `pause` to return too early
+                paused.wait(timeout=0.2)
+            deliver()
+
+        def pause() -> list[Any]:
+            engine.pause()
+            paused.set()
+            return list(engine._running)
+
+        engine._deliver = slowly
+        pausing = asyncio.create_task(asyncio.to_thread(pause))
+        while not engine._paused:
+            await asyncio.sleep(0)
+        held.go.set()
+        assert await pausing == []
+        assert len((await running).ids) == 8
+
+    asyncio.run(scenario())
+
+
+def test_cancelling_a_paused_engine_refuses_who_waits(engine: TransformersEngine) -> None:
+    async def scenario() -> None:
+        await engine.sample(request())
+        engine.pause()
+        waiting = asyncio.create_task(engine.sample(request()))
+        await asyncio.sleep(0)
+        engine.cancel()
+        with pytest.raises(LongreinError, match="told to cancel"):
+            await asyncio.wait_for(waiting, 20)
+        engine.resume()
+        assert len((await engine.sample(request())).ids) == 8
+
+    asyncio.run(scenario())
+
+
+def test_a_loop_that_was_closed_while_it_asked_holds_up_nobody(engine: TransformersEngine) -> None:
+    loop = asyncio.new_event_loop()
+    asking = engine.sample(request())
+    loop.call_soon(lambda: asking.send(None))  # asks, and the loop never turns again
+    loop.call_soon(loop.stop)
+    loop.run_forever()
+    asking.close()
+    loop.close()
+    assert len(sample(engine, request())[0].ids) == 8
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_are_said_and_draw_nothing(
+    engine: TransformersEngine, random_model: Model, value: float
+) -> None:
+    (before,) = sample(engine, request())
+    head = engine.model.lm_head.weight
+    with torch.no_grad():
+        sound = head.clone()
+        head[3] = value
+    with pytest.raises(LongreinError, match="its weights have diverged"):
+        sample(engine, request())
+    with torch.no_grad():
+        head.copy_(sound)
+    assert sample(engine, request())[0].ids == before.ids
+
+
 class Held:
     """Holds the engine's steps until it is let go; `entered` says that one has begun, `sizes` how many replies each drew for."""
 
@@ -353,6 +425,8 @@ def test_closing_refuses_who_waits_and_who_comes_later(engine: TransformersEngin
         await ending
         assert worker is not None
         assert not worker.is_alive()
+        assert engine._forward is None  # its keys and values take no memory
+        assert engine.forwarded_tokens > 0
         with pytest.raises(LongreinError, match="this engine is closed"):
             await engine.sample(request())
 

@@ -5,22 +5,118 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import openai
 import pytest
 from conversations import LOOK, assistant, result, system, user
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from patience import PATIENCE
 from programs import Gated, Program, until
 
-from longrein.contract import Intercept, LongreinError, Message, Sampling
+from longrein.contract import Intercept, LongreinError, Message, Sampled, SampleRequest, Sampling
 from longrein.engines.scripted import ScriptedEngine
 from longrein.proxy import CallLimits, InterceptionServer, chat, mark_auxiliary, turn_of
-from longrein.proxy.session import Evidence, Exchange
+from longrein.proxy.dialect import ModelRequest
+from longrein.proxy.session import Evidence, Exchange, Session
 from longrein.recorder import ContextLengthError, Recorder
+from longrein.rendering import Rendering
+from longrein.rollout import Branch, Call
 
 MakeProgram = Callable[..., Program]
 HI = {"messages": [user("hi")]}
+
+
+# Exactly once
+
+
+class BySeed(ScriptedEngine):
+    """Answers that are a function of the request's noise, like a model's, each with its own log-probability."""
+
+    def __init__(self, rendering: Rendering) -> None:
+        super().__init__([], rendering)
+
+    async def sample(self, request: SampleRequest) -> Sampled:
+        sampled = self._sampled(f"{request.seed % 10_000}", request)
+        return replace(sampled, logprobs=[-float(request.seed % 1009)] * len(sampled.ids))
+
+
+@dataclass(eq=False)
+class Asking:
+    """A request that a program sent, and its connection."""
+
+    conversation: int
+    open: bool = True
+    exchange: Any = None
+
+    def is_open(self) -> bool:
+        return self.open
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_each_delivered_token_is_trained_once_and_an_undelivered_one_never(rendering: Any, data: st.DataObject) -> None:
+    """Requests alike and not, that are answered, left, asked again and continued in any order."""
+    found = rendering("qwen3")
+    recorder = Recorder(BySeed(found), found)
+    rollout = recorder.open("r", seed=11)
+
+    async def play() -> set[str]:
+        session = Session("r", "key", asyncio.get_running_loop(), recorder=recorder)
+        conversations = [[user("hi")], [user("other")]]
+        waiting: list[Asking] = []
+        known: dict[int, list[Exchange]] = {}
+        got: set[Exchange] = set()
+        for _ in range(data.draw(st.integers(1, 12))):
+            which = data.draw(st.integers(0, len(conversations) - 1))
+            lost = [e for e in known.get(which, []) if e not in got and not any(a.exchange is e for a in waiting)]
+            asking = Asking(which)
+            asking.exchange = session.exchange(ModelRequest(tuple(conversations[which])), Evidence(), asking.is_open)
+            waiting.append(asking)
+            if lost:
+                assert asking.exchange is lost[0]
+            else:
+                assert asking.exchange not in known.get(which, [])
+                known.setdefault(which, []).append(asking.exchange)
+            answer = await asking.exchange.answer
+            parent = rollout.calls[answer.id].parent
+            got |= {e for alike in known.values() for e in alike if e.call_id == parent}  # what is quoted was read
+            for one in data.draw(st.lists(st.sampled_from(waiting), unique_by=id)):
+                whole = data.draw(st.booleans())
+                waiting.remove(one)
+                one.open = whole
+                session.written(one.exchange, one.is_open, whole=whole)
+                got |= {one.exchange} if whole else set()
+                said = one.exchange.answer.result()
+                conversations.append([*conversations[one.conversation], said.message, user("more")])
+        return {str(e.call_id) for e in got}
+
+    got = asyncio.run(play())
+    for call in rollout.calls.values():
+        assert rollout.reason(call) == (None if call.id in got else "undelivered")
+    expected = {
+        (call.id, index): (token, logprob)
+        for call in rollout.calls.values()
+        if call.id in got
+        for index, (token, logprob) in enumerate(zip(call.completion_ids, call.logprobs, strict=True))
+    }
+    trained = [item for row in rollout.rows() for item in trained_tokens(rollout.calls, row)]
+    assert len(trained) == len(expected)
+    assert dict(trained) == expected
+
+
+def trained_tokens(calls: dict[str, Call], row: Branch) -> list[tuple[tuple[str, int], tuple[int, float]]]:
+    """((call, position in its reply), (token, log-probability)) of a row's trained tokens."""
+    at, found = 0, []
+    for call_id in row.calls:
+        at += len(calls[call_id].context_ids)
+        for index in range(len(calls[call_id].completion_ids)):
+            if row.agent_mask[at]:
+                found.append(((call_id, index), (row.token_ids[at], row.logprobs[at])))
+            at += 1
+    return found
 
 
 # Retries, disconnects, duplicates

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from longrein.contract import Sampling
+from longrein.contract import LongreinError, Sampling
 from longrein.noise import uniforms
 
 BLOCK = 256
@@ -58,6 +58,11 @@ class Drawer:
             kept = whole if self._samplings is None else truncated(whole, self._samplings)
             logprobs, sampler_logprobs = (t.gather(1, ids[:, None])[:, 0].double() for t in (whole, kept))
         table = torch.stack([ids.double(), logprobs, sampler_logprobs]).cpu().numpy()  # one transfer from the device
+        if not np.isfinite(table).all():
+            raise LongreinError(
+                "the model's logits are not numbers that can be drawn from (NaN or infinite): its weights have diverged, its "
+                "dtype overflows, or the temperature is too near to 0"
+            )
         return Drawn(table[0].astype(np.int64).tolist(), table[1].tolist(), table[2].tolist())
 
 
@@ -77,11 +82,12 @@ def _inverse_cdf(scores: torch.Tensor, noise: torch.Tensor) -> _Found:
     upto = mass.sum(-1, dtype=torch.float64).cumsum(-1)
     total = upto[:, -1]
     at = _below(noise * total, total)
-    block = torch.searchsorted(upto, at[:, None], right=True)
+    # Where the scores are no numbers nothing is found; what is past the end would be an error that kills a GPU's context.
+    block = torch.searchsorted(upto, at[:, None], right=True).clamp_(max=blocks - 1)
     before = upto.gather(1, (block - 1).clamp_(min=0))[:, 0].where(block[:, 0] > 0, 0.0)
     inner = mass[torch.arange(rows, device=mass.device), block[:, 0]].double().cumsum(-1)
     within = torch.searchsorted(inner, _below(at - before, inner[:, -1])[:, None], right=True)
-    ids = (block * BLOCK + within)[:, 0]
+    ids = (block * BLOCK + within)[:, 0].clamp_(max=vocabulary - 1)
     logprobs = (scores.gather(1, ids[:, None]) - top)[:, 0].double() - total.log()
     return _Found(ids, logprobs)
 

@@ -62,6 +62,8 @@ class TransformersEngine:
         self._done: list[_Reply] = []
         self._drawing: tuple[list[_Reply], Drawer] | None = None
         self._forward: Forward | None = None
+        self._forwarded = 0
+        """Tokens that went through forwards which are no more."""
         self._made_for: tuple[Any, ...] = ()
         self._weights = (0, 0)
         """The policy version and the sum of version counters that what is kept was made with."""
@@ -83,18 +85,25 @@ class TransformersEngine:
                 self._worker = threading.Thread(target=self._work, name="longrein-engine", daemon=True)
                 self._worker.start()
             self._arrived.append(reply)
+            self._handing_over -= {one for one in self._handing_over if one.is_closed()}
             if loop not in self._handing_over:  # everything that asks in this turn of the loop is handed over at once
                 self._handing_over.add(loop)
                 loop.call_soon(self._hand_over, loop)
         try:
             return await reply.future
-        except asyncio.CancelledError:
+        except BaseException:  # nobody waits for it any more
             reply.cancelled = True
             raise
 
     def cancel(self) -> None:
         """Refuse what waits and, at the next step, what runs; later requests are served again."""
-        self._cancellations += 1
+        with self._changed:
+            self._cancellations += 1
+            if not self._steps_run:  # paused, perhaps: no step comes that would refuse them
+                for reply in (*self._waiting, *self._arrived):
+                    self._unwanted(reply)
+                self._waiting.clear()
+                self._arrived.clear()
 
     def pause(self) -> None:
         """Return once what runs has come to its end; nothing new begins before `resume`. Requests wait."""
@@ -134,7 +143,7 @@ class TransformersEngine:
     @property
     def forwarded_tokens(self) -> int:
         """Tokens that went through the model so far: what was not found in the cache."""
-        return self._forward.forwarded if self._forward else 0
+        return self._forwarded + (self._forward.forwarded if self._forward else 0)
 
     def _checked(self, request: SampleRequest) -> array[int]:
         """The prompt; what would fail the step it is in, and every other request there, is refused."""
@@ -176,9 +185,10 @@ class TransformersEngine:
                     self._fail(error)
                 # Who gets the last reply may train at once: the model is as it was, and no step runs.
                 with self._changed:
-                    self._steps_run = False
+                    self._steps_run = bool(self._running)
                     self._changed.notify_all()
                 self._deliver()
+        self._drop_forward()
         for reply in (*self._waiting, *self._arrived):
             reply.refuse(LongreinError("the engine was closed before this request was sampled"))
 
@@ -219,11 +229,9 @@ class TransformersEngine:
         made_for = (model, model.dtype, model.device, self.forward_context, self.cache_tokens, where, adapters)
         weights = (self.policy_version, self._versions())
         if self._forward is None or made_for != self._made_for:
-            forwarded = self.forwarded_tokens
             self._let_go()
-            self._forward = None  # its memory is free before the next one takes some
+            self._drop_forward()  # its memory is free before the next one takes some
             self._forward = forwarding.choose(model, self.cache_tokens)
-            self._forward.forwarded = forwarded
             self._made_for = made_for
         elif self._weights != weights:
             self._let_go()
@@ -236,6 +244,9 @@ class TransformersEngine:
 
     def _weights_changed(self) -> bool:
         return self._weights != (self.policy_version, self._versions())
+
+    def _drop_forward(self) -> None:
+        self._forwarded, self._forward, self._drawing = self.forwarded_tokens, None, None
 
     def _let_go(self) -> None:
         """What runs is forwarded again: what was kept of it is not right any more."""
@@ -323,8 +334,9 @@ class TransformersEngine:
         with self._changed:
             asked = [*self._running, *self._waiting, *self._arrived]
             self._arrived.clear()
-        self._running, self._forward = [], None
+        self._running = []
         self._waiting.clear()
+        self._drop_forward()
         for reply in asked:
             reply.refuse(error)
 
