@@ -18,7 +18,7 @@ import http.client, json, os, subprocess, sys
 TOOL = {"type": "function", "function": {"name": "bash", "parameters": {
     "type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}}}
 def post(path, body):
-    connection = http.client.HTTPConnection(os.environ["OPENAI_BASE_URL"].split("/")[2], timeout=30)
+    connection = http.client.HTTPConnection(os.environ["OPENAI_BASE_URL"].split("/")[2], timeout=60)
     headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
     connection.request("POST", path, json.dumps(body), headers)
     return connection.getresponse().read()
@@ -32,7 +32,7 @@ task = [{"role": "system", "content": "Work."}, {"role": "user", "content": "Do 
 
 
 def run(program: str, **options: Any) -> Report:
-    return check([sys.executable, "-c", ASKS + program], timeout=60, **options)
+    return check([sys.executable, "-c", ASKS + program], timeout=240, **options)
 
 
 def test_react_is_token_exact(capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,7 +167,7 @@ def test_the_scripted_model_fills_any_schema() -> None:
 def test_the_command_line(tmp_path: Path) -> None:
     def longrein(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", "from longrein.cli import main; main()", "check", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+        return subprocess.run(command, capture_output=True, text=True, timeout=480, cwd=tmp_path)
 
     exact = longrein("--json", "shell")
     assert exact.returncode == 0, exact.stderr

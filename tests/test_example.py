@@ -24,7 +24,7 @@ runpy.run_path("run.py", run_name="__main__")
 def run(tmp_path: Path, *arguments: str, code: str = BLOCKED) -> str:
     folder = shutil.copytree(EXAMPLE, tmp_path / "copied")
     result = subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=folder, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code, *arguments], cwd=folder, capture_output=True, text=True, timeout=480
     )
     assert result.returncode == 0, result.stderr
     return result.stdout

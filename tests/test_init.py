@@ -16,7 +16,7 @@ from longrein.cli import main
 
 def in_folder(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=180)
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=480)
 
 
 def init(monkeypatch: Any, folder: Path, name: str) -> None:

@@ -195,7 +195,7 @@ def test_a_folder_is_a_task_without_its_tests_and_its_history(folder: Path, tmp_
 
 def test_a_test_command_of_the_tasks_own(folder: Path, tmp_path: Path) -> None:
     command = ["sh", "-c", 'test "$(cat tests/wanted)" = "$(cat shop.py)"']
-    (folder / "task.json").write_text(json.dumps({"test_command": command, "seconds": 5}))
+    (folder / "task.json").write_text(json.dumps({"test_command": command, "seconds": 60}))
     (folder / "tests/wanted").write_text("nine")
     (folder / "tests/test_price.py").unlink()
     task, work = played(folder, tmp_path)

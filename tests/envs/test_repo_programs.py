@@ -74,7 +74,7 @@ def test_a_real_program_mends_a_repository(name: str, right: bool, tokenizer: An
     engine = ScriptedEngine(coder(name, task, right), rendering("qwen3"))
     env = RepoEnv(
         tokenizer=tokenizer("qwen3"),
-        env_config={"program": name, "max_tokens": 200_000, "max_reply_tokens": 8000, "max_seconds": 120},
+        env_config={"program": name, "max_tokens": 200_000, "max_reply_tokens": 8000, "max_seconds": 600},
     )
     (rollout,) = env.run_trial([task], Agent(None, tokenizer("qwen3"), engine=engine), 1)["rollouts"]
     assert rollout.failed is None, rollout.failed

@@ -53,7 +53,7 @@ def test_a_program_mends_a_file_and_its_record_is_exact(name: str, known: Harnes
             drawn.append(list(sampled.ids))
             return sampled
 
-    played = demonstrate(known, rendering("qwen3"), engine=Engine)
+    played = demonstrate(known, rendering("qwen3"), engine=Engine, timeout=600)
     rollout, traffic, outcome = played.rollout, played.traffic, played.outcome
     assert (played.reward, outcome.exit_code, outcome.limit) == (1.0, 0, None), told(played)
     assert (traffic.errors, traffic.failure, traffic.unknown_routes) == (0, None, []), told(played)
@@ -72,7 +72,7 @@ def test_a_program_mends_a_file_and_its_record_is_exact(name: str, known: Harnes
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_program_that_is_led_wrong_gets_nothing(name: str, known: Harness, rendering: Any) -> None:
-    played = demonstrate(known, rendering("qwen3"), line=WRONG)
+    played = demonstrate(known, rendering("qwen3"), line=WRONG, timeout=600)
     assert (played.reward, played.outcome.exit_code, played.traffic.failure) == (0.0, 0, None), told(played)
     assert len(played.rollout.calls) >= 3
 
@@ -113,7 +113,7 @@ def test_a_sub_agent_is_a_branch_of_its_own(name: str, known: Harness, rendering
         ]
         return steps[done]
 
-    played = demonstrate(known, rendering("qwen3"), policy=policy)
+    played = demonstrate(known, rendering("qwen3"), policy=policy, timeout=600)
     assert (played.reward, played.traffic.errors, played.outcome.exit_code) == (1.0, 0, 0), told(played)
     rows = played.rollout.rows()
     assert (len(rows), len(played.rollout.calls)) == (2, 6)
@@ -132,7 +132,7 @@ def test_a_compaction_starts_a_branch_and_its_summary_is_trained(name: str, know
             return {"role": "assistant", "content": summary}
         return next(steps, {"role": "assistant", "content": "It adds now."})
 
-    played = demonstrate(replace(known, files=limited), rendering("qwen3"), policy=policy)
+    played = demonstrate(replace(known, files=limited), rendering("qwen3"), policy=policy, timeout=600)
     assert (played.reward, played.traffic.errors, played.outcome.exit_code) == (1.0, 0, 0), told(played)
     calls = list(played.rollout.calls.values())
     compactions = [one for one in calls if one.reply["content"] == summary]
