@@ -153,7 +153,9 @@ class GenerateAPI(Protocol):
 
     def generate(
         self, rollout_id: str, turn: int, messages: list[Message], tools: list[Tool] | None, sampling: Sampling
-    ) -> str: ...
+    ) -> str:
+        """The reply to a rollout's next call, as the model wrote it."""
+        ...
 
 
 @runtime_checkable
@@ -164,11 +166,17 @@ class AgentSession(Protocol):
         """The program's next model call, or None once it has ended."""
         ...
 
-    def deliver(self, intercept: Intercept, completion_text: str) -> None: ...
+    def deliver(self, intercept: Intercept, completion_text: str) -> None:
+        """Answer a call, so that the program goes on."""
+        ...
 
-    def verify(self) -> Verdict: ...
+    def verify(self) -> Verdict:
+        """Judge what the program left, once it has ended."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End the program and all it started."""
+        ...
 
 
 @runtime_checkable
@@ -186,4 +194,8 @@ class CarefulSession(AgentSession, Protocol):
 
 @runtime_checkable
 class AgentSessionFactory(Protocol):
-    def create(self, *, task: Any, rollout_id: str) -> AgentSession: ...
+    """Starts sessions, one a rollout."""
+
+    def create(self, *, task: Any, rollout_id: str) -> AgentSession:
+        """A session that works on the task."""
+        ...

@@ -1,7 +1,7 @@
 """Every command and file that README and docs show is run, in the order and the words in which they stand there.
 
-A page runs in a new folder, in a network of its own (so its ports are free, and no address outside is there) with the tools of this
-environment. Stand-ins, because the real ones would have to be fetched: `./my-model` and `Qwen/Qwen3-0.6B` are a small random model with
+A page runs in a new folder (README in a copy of this checkout), in a network of its own (so its ports are free, and no address outside
+is there), with the tools of this environment. Stand-ins, because the real ones would have to be fetched: `./my-model` and `Qwen/Qwen3-0.6B` are a small random model with
 Qwen3's tokenizer; the small policy, the agent programs and vLLM are those that the Makefile has put into the cache.
 """
 
@@ -38,6 +38,8 @@ def my_model(random_model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPat
 def run(page: Page, folder: Path, my_model: Path, policy: Path, *, slow: bool) -> None:
     """Run the page's blocks; what it printed is shown where one of them fails."""
     work, home = folder / "work", folder / "home"
+    if page.name == "README.md" and slow:
+        check_out(work)
     (work / "Qwen").mkdir(parents=True)
     (home / ".cache/longrein").mkdir(parents=True)
     for link, target in {
@@ -72,6 +74,17 @@ def run(page: Page, folder: Path, my_model: Path, policy: Path, *, slow: bool) -
         timeout=3600 if slow else 900,
     )
     assert done.returncode == 0, f"exit code {done.returncode} after:\n{done.stdout[-6000:]}"
+
+
+def check_out(folder: Path) -> None:
+    """This repository's files, with what `make` has set up already: all of them are older than that."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in filter(None, listed.stdout.split("\0")):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, folder / name)
+        os.utime(folder / name, (0, 0))
+    for name in (".venv", ".cache"):
+        (folder / name).symlink_to(ROOT / name)
 
 
 @pytest.fixture

@@ -25,6 +25,8 @@ from longrein.rollout import Rollout
 
 @dataclass(frozen=True, kw_only=True)
 class HarnessConfig(EnvConfig):
+    """The settings of `HarnessEnv`, besides those of every environment."""
+
     command: Sequence[str] = ()
     """The program and its arguments; `{name}` is a field of the task, or `base_url`, `key`, `model`, `home`, `workdir`, `python`."""
     program: str | None = None

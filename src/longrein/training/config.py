@@ -36,7 +36,7 @@ class GRPOEnvConfig(GRPOConfig):
 
     advantages: AdvantageName = field(
         default="rewards",
-        metadata={"help": "How rewards become per-token advantages: " + ", ".join(ADVANTAGES) + "."},
+        metadata={"help": "How rewards become per-token advantages: rewards, group, turn, return or leave_one_out."},
     )
     discount: float = field(
         default=1.0, metadata={"help": "Discount per turn of the reward still to come (`return` and `turn`)."}
