@@ -75,11 +75,10 @@ class Agent:
     @property
     def context_length(self) -> int | None:
         """How many tokens the policy can read and write in one conversation."""
-        if self.policy_model is None:
-            return None
-        reads = getattr(self.policy_model.config.get_text_config(), "max_position_embeddings", None)
-        lengths = [length for length in (reads, getattr(self.engine, "context_length", None)) if length is not None]
-        return min(lengths, default=None)
+        model, lengths = self.policy_model, [getattr(self.engine, "context_length", None)]
+        if model is not None:
+            lengths.append(getattr(model.config.get_text_config(), "max_position_embeddings", None))
+        return min((length for length in lengths if length is not None), default=None)
 
     def recorder(self) -> Recorder:
         """A fresh recorder over this agent's engine."""

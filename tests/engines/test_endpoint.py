@@ -131,3 +131,50 @@ def test_limits_as_the_endpoint_names_them(endpoint: Any) -> None:
     full = endpoint(lambda body: (400, {"error": {"code": "context_length_exceeded"}}))
     with pytest.raises(ContextLengthError):
         run_sync(full.sample(request()))
+
+
+def test_truncation_goes_out_where_it_is_on(endpoint: Any) -> None:
+    seen: list[dict[str, Any]] = []
+    engine = endpoint(lambda body: (seen.append(body), said({"content": "yes"}))[1])
+    run_sync(engine.sample(request(top_p=0.9, top_k=20, min_p=0.05)))
+    run_sync(engine.sample(request()))
+    assert {key: seen[0][key] for key in ("top_p", "top_k", "min_p")} == {"top_p": 0.9, "top_k": 20, "min_p": 0.05}
+    assert not seen[1].keys() & {"top_p", "top_k", "min_p", "max_tokens"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [(None, "{}"), ({"at": "é"}, '{"at": "é"}'), ("not json", "not json"), ("\ud800", "\ufffd")],
+)
+def test_a_call_arrives_as_text_however_the_endpoint_writes_it(endpoint: Any, arguments: Any, read: str) -> None:
+    function = {"name": "look", **({} if arguments is None else {"arguments": arguments})}
+    engine = endpoint(lambda body: said({"content": "half \ud83d", "tool_calls": [{"function": function}]}))
+    parsed = engine._words.parse(run_sync(engine.sample(request())).ids)
+    assert parsed["content"] == "half \ufffd"
+    assert parsed["tool_calls"][0]["function"] == {"name": "look", "arguments": read}
+
+
+def test_cancelling_refuses_what_runs_in_words_and_a_caller_can_leave(endpoint: Any) -> None:
+    engines: list[EndpointEngine] = []
+    arrived = threading.Event()
+
+    def answer(body: dict[str, Any]) -> tuple[int, Any]:
+        for engine in engines:
+            engine.cancel()
+        arrived.set()
+        return 429, {}
+
+    engines.append(endpoint(answer))
+
+    async def scenario() -> None:
+        with pytest.raises(EndpointError, match="told to cancel"):
+            await engines[0].sample(request())
+        engine = engines.pop()
+        arrived.clear()
+        leaving = asyncio.create_task(engine.sample(request()))
+        await asyncio.to_thread(arrived.wait, PATIENCE)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+
+    asyncio.run(scenario())

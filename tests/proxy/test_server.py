@@ -306,11 +306,20 @@ def test_no_bytes_ever_get_a_500(program: MakeProgram, body: bytes) -> None:
     assert program().request(body).status == 400
 
 
-@pytest.mark.parametrize("text", ["{", '{"messages": [{"role": "user", "content": "\\ud800"}]}', '{"n": 1e999}', "[" * 5000])
+@pytest.mark.parametrize("text", ["{", '{"n": "\\ud8"}', '{"n": 1e999}', "[" * 5000])
 def test_what_is_not_json_is_said_so(program: MakeProgram, text: str) -> None:
     reply = program().request(text.encode())
     assert (reply.status, reply.error["type"]) == (400, "invalid_request_error")
     assert "not JSON" in reply.error["message"]
+
+
+def test_half_a_character_is_read_as_an_unknown_one(program: MakeProgram) -> None:
+    there = program()
+    text = rb"cut \ud83d, \ude00\uD83D whole \ud83d\ude00, a path C:\\\\ud83d"
+    reply = there.request(b'{"messages": [{"role": "user", "content": "' + text + b'"}]}')
+    assert reply.status == 200
+    (message,) = there.calls[0].messages
+    assert message["content"] == "cut \ufffd, \ufffd\ufffd whole \N{GRINNING FACE}, a path C:\\\\ud83d"
 
 
 def test_a_body_over_32_megabytes_is_refused(program: MakeProgram) -> None:

@@ -144,7 +144,14 @@ class EndpointEngine:
         self._thread.start()
 
     async def sample(self, request: SampleRequest) -> Sampled:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._sample(request), self._loop))
+        sampling = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._sample(request), self._loop))
+        try:
+            return await sampling
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise EndpointError("the engine was told to cancel what it was sampling") from None
 
     def cancel(self) -> None:
         """Refuse what waits and what runs."""
@@ -231,18 +238,32 @@ class EndpointEngine:
             body["tools"] = list(request.tools)
         if sampling.max_tokens is not None:
             body[self._limit_name] = sampling.max_tokens
-        return body
+        # What is off is left out: not every endpoint knows all of them, and one that does not know what is on says so.
+        truncation = {"top_p": (sampling.top_p, 1), "top_k": (sampling.top_k, 0), "min_p": (sampling.min_p, 0)}
+        return body | {name: value for name, (value, off) in truncation.items() if value != off}
 
 
 def _reply(message: Mapping[str, Any]) -> Message:
-    """What was said, where an endpoint may leave out or null what there is none of."""
-    calls = [call for call in message.get("tool_calls") or () if call.get("function")]
+    """What was said, where an endpoint may leave out or null what there is none of, or give arguments as an object."""
+    calls = [call["function"] for call in message.get("tool_calls") or () if call.get("function")]
     thought = message.get("reasoning_content") or message.get("reasoning")
     return {
-        "content": message.get("content") or "",
-        "tool_calls": calls,
-        "reasoning_content": thought if isinstance(thought, str) else "",
+        "content": _sound(message.get("content") or ""),
+        "tool_calls": [
+            {"function": {"name": _sound(function["name"]), "arguments": _sound(_arguments(function.get("arguments")))}}
+            for function in calls
+        ],
+        "reasoning_content": _sound(thought) if isinstance(thought, str) else "",
     }
+
+
+def _arguments(given: Any) -> str:
+    return given if isinstance(given, str) else json.dumps({} if given is None else given, ensure_ascii=False)
+
+
+def _sound(text: str) -> str:
+    """Text that can be written: half of a surrogate pair is JSON, but not text."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _seconds_of(header: str | None, otherwise: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import orjson
@@ -39,8 +40,21 @@ async def read_json(http: web.Request) -> Any:
         raise DialectError(400, f"The body cannot be read: {error}") from None
     try:
         return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        pass
+    try:
+        return orjson.loads(_SURROGATES.sub(_whole_character, body))
     except orjson.JSONDecodeError as error:
         raise DialectError(400, f"The body is not JSON: {error}") from None
+
+
+_SURROGATES = re.compile(rb"\\\\|\\u[dD][89abAB]..(?:\\u[dD][c-fC-F]..)?|\\u[dD][c-fC-F]..")
+"""The escapes of characters in two halves; a backslash that is escaped itself starts none."""
+
+
+def _whole_character(found: re.Match[bytes]) -> bytes:
+    """Half a character, which a program in JavaScript sends when it cuts a text short, is written as an unknown one."""
+    return rb"\ufffd" if len(found[0]) == 6 else found[0]
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
