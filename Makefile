@@ -41,6 +41,7 @@ test-vllm: $(READY) $(VLLM_READY) $(TINY)
 
 # Every block of README and docs; what is not run is listed with its reason.
 test-docs: $(READY) sandbox harnesses $(VLLM_READY) .cache/tokenizers/qwen3/tokenizer.json $(TINY)
+	@command -v curl >/dev/null || $(call system,curl)
 	$(BIN)/pytest -m 'docs or not docs' tests/docs -rP
 
 docs: $(READY)
