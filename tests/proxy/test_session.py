@@ -336,6 +336,23 @@ def test_who_waits_for_a_request_wakes_when_there_will_be_none(pulled: MakeProgr
     assert there.say(user("hi")).status == (401 if way == "close" else 409)
 
 
+def test_a_rollout_may_close_at_any_moment_for_who_pulls(pulled: MakeProgram) -> None:
+    there = pulled()
+    server, lock = there.server, there.server._lock
+
+    class AnotherThreadIsNext:
+        def __enter__(self) -> None:
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            server._lock = lock
+            lock.release()
+            server.close(there.rollout_id)
+
+    server._lock = AnotherThreadIsNext()  # type: ignore[assignment]
+    assert server.next_request(there.rollout_id) is None
+
+
 def test_a_stopping_server_wakes_everyone(pulled: MakeProgram, pool: Any) -> None:
     with InterceptionServer() as server:
         there = pulled(on=server)

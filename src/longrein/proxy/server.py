@@ -231,7 +231,8 @@ class InterceptionServer:
     def next_request(self, rollout_id: str) -> Intercept | None:
         """The rollout's next model call; waits for it. None once there will be none: it ended, hit a limit or was closed."""
         self._check_thread("next_request")
-        return None if self._was_closed(rollout_id) else self._session(rollout_id).next_request()
+        session = self._unless_closed(rollout_id)
+        return None if session is None else session.next_request()
 
     def deliver(self, rollout_id: str, intercept: Intercept, completion: str | Message) -> None:
         """Answer a call: text in the model's own format, or an assistant message.
@@ -248,8 +249,8 @@ class InterceptionServer:
     def end(self, rollout_id: str) -> None:
         """The program has ended: whoever waits for its calls wakes, and calls that still wait get an error."""
         self._check_thread("end")
-        if not self._was_closed(rollout_id):
-            self._session(rollout_id).end()
+        if (session := self._unless_closed(rollout_id)) is not None:
+            session.end()
 
     def seal(self, rollout_id: str) -> None:
         """The rollout is verified: its record does not change any more, whatever still comes."""
@@ -288,9 +289,11 @@ class InterceptionServer:
             raise LongreinError(f"rollout {rollout_id!r} is not open on this server; call `open` first")
         return session
 
-    def _was_closed(self, rollout_id: str) -> bool:
+    def _unless_closed(self, rollout_id: str) -> Session | None:
+        """None where it was closed. One look at both: another thread may close it at any moment."""
         with self._lock:
-            return rollout_id in self._closed
+            session, closed = self._sessions.get(rollout_id), rollout_id in self._closed
+        return None if closed else session or self._session(rollout_id)
 
     def _running(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
