@@ -156,7 +156,7 @@ def test_help_answers_quickly() -> None:
     used = []
     for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=480)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         used.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(used) < 0.6, "0.3 s on a quiet machine"

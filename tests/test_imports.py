@@ -47,6 +47,6 @@ def seconds(code: str) -> float:
 
 
 def run(code: str) -> str:
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=480)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()

@@ -104,7 +104,7 @@ def test_it_sends_what_the_environment_would(server: InterceptionServer, renderi
     recorder = Recorder(ScriptedEngine(watched, found), found)
     rollout = recorder.open("r")
     command = [*REACT, "--stream"] if stream else REACT
-    factory = ProcessSessionFactory(command, server=server, verify=VERIFY, recorder=recorder, timeout=60)
+    factory = ProcessSessionFactory(command, server=server, verify=VERIFY, recorder=recorder, timeout=240)
     with factory.create(task=TASK, rollout_id="r") as session:
         verdict, outcome = session.run(), session.wait()
     assert outcome.stderr == ""
@@ -117,7 +117,7 @@ def test_it_sends_what_the_environment_would(server: InterceptionServer, renderi
 
 def test_the_pull_way_end_to_end(server: InterceptionServer, rendering: Named) -> None:
     found = rendering("qwen3")
-    factory = ProcessSessionFactory(REACT, server=server, verify=VERIFY, timeout=60, rendering=found)
+    factory = ProcessSessionFactory(REACT, server=server, verify=VERIFY, timeout=240, rendering=found)
     turns = []
     with factory.create(task=TASK, rollout_id="pull") as session:
         while (intercept := session.next_request()) is not None:
@@ -134,7 +134,7 @@ def test_the_pull_way_with_a_recorder_as_the_generate_api(server: InterceptionSe
     found = rendering("qwen3")
     recorder = Recorder(ScriptedEngine(hunter, found), found)
     rollout = recorder.open("texts")
-    factory = ProcessSessionFactory(REACT, server=server, verify=VERIFY, timeout=60, rendering=found)
+    factory = ProcessSessionFactory(REACT, server=server, verify=VERIFY, timeout=240, rendering=found)
     with factory.create(task=TASK, rollout_id="texts") as session:
         turn = 0
         while (intercept := session.next_request()) is not None:

@@ -420,10 +420,10 @@ def test_the_keys_of_our_session_are_not_the_programs(server: InterceptionServer
         "libc = ctypes.CDLL(None)\nassert libc.syscall(250, 1, None) > 0\n"
         "assert libc.syscall(248, b'user', b'longrein-test', b'secret', 6, -3) > 0\nexec(sys.argv[1])\n"
         "with tempfile.TemporaryDirectory() as folder:\n"
-        "    with isolated(['{python}', '-c', sys.argv[1]], folder=Path(folder), timeout=30) as ended:\n"
+        "    with isolated(['{python}', '-c', sys.argv[1]], folder=Path(folder), timeout=240) as ended:\n"
         "        print(ended.stdout, ended.stderr)\n"
     )
-    ended = subprocess.run([sys.executable, "-c", holder, KEYS], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", holder, KEYS], capture_output=True, text=True, timeout=480)
     if "AssertionError" in ended.stderr:
         pytest.skip("the kernel keeps no keys for us")
     assert ended.stdout.split() == ["True", "False"], ended.stderr
@@ -558,7 +558,7 @@ ASKS = """
 import http.client, json, os, sys
 def ask(content, wait=True):
     host = os.environ["OPENAI_BASE_URL"].split("/")[2]
-    connection = http.client.HTTPConnection(host, timeout=60)
+    connection = http.client.HTTPConnection(host, timeout=480)
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}]})
     connection.request("POST", "/v1/chat/completions", body, {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
     if wait:

@@ -353,8 +353,8 @@ def test_the_models_are_the_policy_under_any_name(program: MakeProgram) -> None:
 
 
 def test_the_root_answers_anyone(server: InterceptionServer) -> None:
-    assert httpx.get(server.url).status_code == 200
-    assert httpx.head(f"{server.url}/").status_code == 200
+    assert httpx.get(server.url, timeout=PATIENCE).status_code == 200
+    assert httpx.head(f"{server.url}/", timeout=PATIENCE).status_code == 200
 
 
 def test_a_key_is_needed_and_names_its_rollout_only(program: MakeProgram) -> None:
@@ -362,11 +362,12 @@ def test_a_key_is_needed_and_names_its_rollout_only(program: MakeProgram) -> Non
     body = json.dumps({"messages": [user("hi")]}).encode()
     for headers in ({"Authorization": "Bearer nobody"}, {"Authorization": there.key}, {"Authorization": ""}):
         for path in ("/v1/chat/completions", "/v1/models", "/reward"):
-            reply = httpx.post(f"{there.server.url}{path}", content=body, headers=headers)
+            reply = httpx.post(f"{there.server.url}{path}", content=body, headers=headers, timeout=PATIENCE)
             assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
     for name in ("x-api-key", "api-key"):
         headers = {name: there.key}
-        assert httpx.post(f"{there.server.url}/v1/chat/completions", content=body, headers=headers).status_code == 200
+        reply = httpx.post(f"{there.server.url}/v1/chat/completions", content=body, headers=headers, timeout=PATIENCE)
+        assert reply.status_code == 200
     assert (len(there.rollout.calls), len(other.rollout.calls)) == (2, 0)
     there.server.close(there.rollout_id)
     assert there.say(user("hi")).status == 401
@@ -473,7 +474,7 @@ def test_a_server_starts_once_stops_twice_and_frees_its_port() -> None:
 def test_a_server_listens_on_a_unix_socket_too(program: MakeProgram, tmp_path: Path) -> None:
     with InterceptionServer(unix_socket=str(tmp_path / "proxy")) as server:
         there = program(on=server)
-        with httpx.Client(transport=httpx.HTTPTransport(uds=str(tmp_path / "proxy"))) as client:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(tmp_path / "proxy")), timeout=PATIENCE) as client:
             body = {"messages": [user("hi")]}
             reply = client.post(
                 "http://proxy/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {there.key}"}
@@ -529,5 +530,5 @@ print(row.agent_mask.sum(), "torch" in sys.modules, "transformers" in sys.module
 
 def test_the_seam_runs_without_torch(tokenizer: Any) -> None:
     file = f"{tokenizer('qwen3').name_or_path}/tokenizer.json"
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, file], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, file], capture_output=True, text=True, timeout=480)
     assert done.stdout.split() == ["yes", "2", "False", "False"], done.stderr
