@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 from longrein.cli import app
 from longrein.harnesses import HarnessError
 from longrein.harnesses.catalog import FILES, harness, harnesses
-from longrein.harnesses.demonstration import Policy, unique_tokens
+from longrein.harnesses.demonstration import unique_tokens
 from longrein.harnesses.package import Npm, PyPI, cache, install
+from longrein.harnesses.policies import Policy
 from longrein.harnesses.templates import fill
 
 DIALECTS = {"chat", "responses", "messages", "gemini"}

@@ -83,6 +83,12 @@ def test_items_of_others_are_told_apart_by_what_stands_between() -> None:
     ]
 
 
+def test_a_message_of_another_agent_is_read_as_the_users() -> None:
+    parts = [{"type": "input_text", "text": "Payload:\n"}, {"type": "encrypted_content", "encrypted_content": "Look."}]
+    item = {"type": "agent_message", "id": "amsg_1", "author": "/root", "recipient": "/root/look", "content": parts}
+    assert responses.parse({"input": [item]}).messages == ({"role": "user", "content": "Payload:\nLook."},)
+
+
 def test_a_custom_tool_is_shown_as_a_function_and_called_as_what_it_is() -> None:
     request = responses.parse(body(tools=[PATCH, {"type": "web_search"}]))
     (shown,) = request.tools

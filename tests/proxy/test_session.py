@@ -569,6 +569,22 @@ def test_a_side_call_is_its_own_root_and_not_trained(program: MakeProgram, title
     assert len(there.rollout.rows()) == 3
 
 
+def test_a_summary_that_the_agent_goes_on_from_is_its_own_and_a_title_is_not(program: MakeProgram) -> None:
+    draft, summary, title = (
+        f"<summary>\n{it} is in the attic, said the note.\n</summary>" for it in ("It", "The coin", "A")
+    )
+    replies = {"find it": "yes", "sum up": draft, "better": summary, "name it": title, "ok?": "is in the attic"}
+    there = program(lambda messages, tools: replies.get(messages[-1]["content"], "yes"))
+    agent = system("You are an agent.")
+    there.request({"messages": [agent, user("find it")], "tools": [LOOK]})
+    for told in (["find it", "name it"], ["ok?"], ["find it", "sum up"], [f"find it; so far: {draft}", "better"]):
+        there.request({"messages": [system("You write for an agent."), *map(user, told)]})
+    there.request({"messages": [agent, user(f"Go on from {summary}, find it")], "tools": [LOOK]})
+    there.server.seal(there.rollout_id)
+    reasons = [there.rollout.reason(call) for call in there.calls]
+    assert reasons == [None, "auxiliary", "auxiliary", None, None, None]
+
+
 def test_side_calls_are_trained_when_asked_and_nothing_is_one_where_no_call_has_tools(program: MakeProgram) -> None:
     with InterceptionServer(train_auxiliary=True) as server:
         there = program(on=server)

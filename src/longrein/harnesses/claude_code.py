@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from longrein.harnesses.harness import Harness, Step
+from longrein.harnesses.harness import Compaction, Harness, Step, SubAgent
 from longrein.harnesses.package import Npm
 
 HARNESS = Harness(
@@ -32,5 +32,22 @@ HARNESS = Harness(
         Step("Bash", {"command": "pwd && cat {file}", "description": "Look at the file"}),
         Step("Read", {"file_path": "{folder}/{file}"}),
         Step("Edit", {"file_path": "{folder}/{file}", "old_string": "{old}", "new_string": "{new}"}),
+    ),
+    compaction=Compaction(
+        env={"CLAUDE_CODE_AUTO_COMPACT_WINDOW": "100000", "CLAUDE_AUTOCOMPACT_PCT_OVERRIDE": "30"},
+        asks="CRITICAL: Respond with TEXT ONLY",
+    ),
+    sub_agent=SubAgent(
+        starts=(
+            Step(
+                "Agent",
+                {
+                    "description": "Look at the file",
+                    "prompt": "{errand}",
+                    "subagent_type": "general-purpose",
+                    "run_in_background": False,
+                },
+            ),
+        ),
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from longrein.harnesses.harness import Harness, Step
+from longrein.harnesses.harness import Compaction, Harness, Step, SubAgent
 from longrein.harnesses.package import Npm
 
 MODEL = "gpt-5.5"
@@ -49,5 +49,13 @@ HARNESS = Harness(
     demo=(
         Step("exec_command", {"cmd": "pwd && cat {file}"}),
         Step("apply_patch", {"input": "*** Begin Patch\n*** Update File: {file}\n@@\n-{old}\n+{new}\n*** End Patch\n"}),
+    ),
+    compaction=Compaction(files={"~/.codex/config.toml": f"model_auto_compact_token_limit = 14000\n{_CONFIG}"}),
+    sub_agent=SubAgent(
+        starts=(
+            Step("collaboration__spawn_agent", {"task_name": "look", "message": "{errand}", "fork_turns": "none"}),
+            Step("collaboration__wait_agent", {}),
+        ),
+        files={"~/.codex/config.toml": f"{_CONFIG}\n[features]\nmulti_agent_v2 = true\n"},
     ),
 )

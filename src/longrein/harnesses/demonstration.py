@@ -1,35 +1,40 @@
-"""One episode of an agent program with a scripted policy: what training with the program is like, without a model.
+"""Episodes of an agent program with a scripted policy: what training with the program is like, without a model.
 
 Always true: the program is the real one, in its sandbox, and all of its calls go through the proxy and the recorder; only the
-replies are written beforehand. They mend a one-line bug with the program's own tools, or, if told so, put in another one.
+replies are written beforehand (see `policies.py`).
 """
 
 from __future__ import annotations
 
-import json
+import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from longrein.contract import Message, Tool
-from longrein.engines.scripted import Script, ScriptedEngine
-from longrein.harnesses.harness import Harness, Step
+from longrein.engines.scripted import ScriptedEngine
+from longrein.harnesses.harness import Compaction, Harness, SubAgent
 from longrein.harnesses.outcome import Outcome
+from longrein.harnesses.policies import BROKEN, FILE, OLD, RIGHT, Compacting, Delegating, Policy, logs
 from longrein.harnesses.process import ProcessSessionFactory
-from longrein.harnesses.templates import fill
+from longrein.harnesses.sandbox import why_not
 from longrein.proxy import CallLimits, InterceptionServer, Traffic
 from longrein.recorder import Recorder
 from longrein.rendering import Rendering
 from longrein.rollout import Rollout
 
-FILE = "calc.py"
-BROKEN = "def add(a, b):\n    return a - b\n"
-OLD, RIGHT, WRONG = "    return a - b", "    return a + b", "    return a * b"
 INSTRUCTION = f"The function add in {FILE} is wrong. Mend it."
 MAX_CALLS = 20
+POLICIES = {"mending": Policy, "compaction": Compacting, "sub-agent": Delegating}
+"""The episodes there are, and who plays them."""
+
+
+def episodes(harness: Harness) -> list[str]:
+    """The episodes that a program can play."""
+    able = {"compaction": isinstance(harness.compaction, Compaction), "sub-agent": isinstance(harness.sub_agent, SubAgent)}
+    return [name for name in POLICIES if able.get(name, True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,7 @@ class Demonstration:
     """An episode that was played."""
 
     harness: Harness
+    episode: str
     version: str
     reward: float
     rollout: Rollout
@@ -52,6 +58,7 @@ class Demonstration:
             "program": self.harness.name,
             "version": self.version,
             "dialect": self.harness.dialect,
+            "episode": self.episode,
             "streamed": self.traffic.streamed > 0,
             "reward": self.reward,
             "calls": len(calls),
@@ -65,46 +72,31 @@ class Demonstration:
         }
 
 
-class Policy:
-    """The scripted policy: it thinks, calls a tool a turn, and says that it is done."""
-
-    def __init__(self, harness: Harness, line: str) -> None:
-        self._demo, self._line = harness.demo, line
-
-    def __call__(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str | Message:
-        in_words = isinstance(self._demo[0], str)
-        if not tools and not in_words:
-            return {"role": "assistant", "content": "Mending a sum"}  # a side call
-        done = sum(message["role"] == ("assistant" if in_words else "tool") for message in messages)
-        if done >= len(self._demo):
-            return {"role": "assistant", "content": "It adds now.", "reasoning_content": "Nothing is left to do."}
-        step = _filled(self._demo[done], self._values(messages))
-        if isinstance(step, str):
-            return step
-        call = {"type": "function", "function": {"name": step.tool, "arguments": json.dumps(dict(step.arguments))}}
-        return {"role": "assistant", "content": "", "reasoning_content": f"Next: {step.tool}.", "tool_calls": [call]}
-
-    def _values(self, messages: Sequence[Message]) -> dict[str, str]:
-        """Where the policy works it learns from its first look, as a model would."""
-        said = [message["content"] for message in messages if message["role"] == "tool"]
-        folder = next((word for text in said for word in text.split() if word.startswith("/")), ".")
-        text = BROKEN.replace(OLD, self._line)
-        return {"file": FILE, "folder": folder, "old": OLD, "new": self._line, "text": text, "quoted": repr(text)}
-
-
 def demonstrate(
     harness: Harness,
     rendering: Rendering,
     *,
+    episode: str = "mending",
     line: str = RIGHT,
-    policy: Script | None = None,
     timeout: float = 120.0,
     engine: type[ScriptedEngine] = ScriptedEngine,
 ) -> Demonstration:
-    """Play the episode; `line` is what the policy puts in place of the broken one, unless another `policy` is given."""
-    recorder = Recorder(engine(policy or Policy(harness, line), rendering), rendering)
+    """Play an episode; `line` is what the policy puts in place of the broken one."""
     settings = harness.settings()
     settings["files"][FILE] = BROKEN
+    context_length = None
+    if episode == "compaction" and isinstance(way := harness.compaction, Compaction):
+        settings["env"].update(way.env)
+        settings["files"].update({**way.files, **logs(way.log_lines)})
+        context_length = way.context_length
+        if way.resumed:
+            again = [settings["command"][0], *way.resumed]
+            both = f'"$0" "$@" && {shlex.join(again)}'
+            settings["command"] = ["sh", "-c", both, *settings["command"]]
+            settings["sandbox"] = {"readable": [str(harness.folder)]} if why_not() is None else "auto"
+    if episode == "sub-agent" and isinstance(harness.sub_agent, SubAgent):
+        settings["files"].update(harness.sub_agent.files)
+    recorder = Recorder(engine(POLICIES[episode](harness, line), rendering), rendering, context_length=context_length)
     with InterceptionServer() as server:
         factory = ProcessSessionFactory(
             **settings,
@@ -123,7 +115,7 @@ def demonstrate(
             traffic = server.traffic(rollout.id)
     rollout = recorder.finish(rollout.id)
     version = harness.installed() or "on PATH"
-    return Demonstration(harness, version, reward, rollout, traffic, outcome, seconds)
+    return Demonstration(harness, episode, version, reward, rollout, traffic, outcome, seconds)
 
 
 def unique_tokens(rows: Sequence[list[int]]) -> int:
@@ -146,17 +138,3 @@ def verify(task: Any, outcome: Outcome) -> float:
     """The file is read, not run: it was written by a script of ours, or by a program gone astray."""
     left = outcome.workdir / FILE
     return float(left.is_file() and left.read_text() == BROKEN.replace(OLD, RIGHT))
-
-
-def _filled(step: Step | str, values: Mapping[str, str]) -> Step | str:
-    if isinstance(step, str):
-        return fill(step, {}, values, "demo", strict=False)
-    return Step(step.tool, {name: _inside(value, values) for name, value in step.arguments.items()})
-
-
-def _inside(value: Any, values: Mapping[str, str]) -> Any:
-    if isinstance(value, str):
-        return fill(value, {}, values, "demo", strict=False)
-    if isinstance(value, Mapping):
-        return {name: _inside(inner, values) for name, inner in value.items()}
-    return [_inside(inner, values) for inner in value] if isinstance(value, list) else value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from longrein.harnesses.harness import Harness, Step
+from longrein.harnesses.harness import Compaction, Harness, Step, SubAgent
 from longrein.harnesses.package import Npm
 
 _SETTINGS = {
@@ -14,6 +14,7 @@ _SETTINGS = {
     "general": {"enableAutoUpdate": False, "enableAutoUpdateNotification": False, "disableAutoUpdate": True},
     "model": {"skipNextSpeakerCheck": True},
 }
+_PATH = "~/.gemini/settings.json"
 
 HARNESS = Harness(
     name="gemini-cli",
@@ -26,7 +27,7 @@ HARNESS = Harness(
         "GEMINI_API_KEY": "{key}",
         "GEMINI_CLI_TRUST_WORKSPACE": "true",
     },
-    files={"~/.gemini/settings.json": json.dumps(_SETTINGS)},
+    files={_PATH: json.dumps(_SETTINGS)},
     side_calls="compaction, and a look for loops after many turns, both without tools",
     demo=(
         Step("run_shell_command", {"command": "pwd && cat {file}", "description": "Look at the file"}),
@@ -34,5 +35,14 @@ HARNESS = Harness(
             "replace",
             {"file_path": "{folder}/{file}", "instruction": "Mend it.", "old_string": "{old}", "new_string": "{new}"},
         ),
+    ),
+    compaction=Compaction(
+        files={_PATH: json.dumps({**_SETTINGS, "model": {**_SETTINGS["model"], "compressionThreshold": 0.0125}})},
+        log_lines=400,
+        resumed=("--yolo", "--model", "{model}", "--resume", "latest", "--prompt", "Mend it now."),
+    ),
+    sub_agent=SubAgent(
+        starts=(Step("invoke_agent", {"agent_name": "generalist", "prompt": "{errand}"}),),
+        reports=(Step("complete_task", {"result": {"response": "{finding}"}}),),
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from longrein.harnesses.harness import Harness, Step
+from longrein.harnesses.harness import Compaction, Harness, Step, SubAgent
 from longrein.harnesses.package import Npm
 
 HARNESS = Harness(
@@ -27,4 +27,6 @@ HARNESS = Harness(
         Step("shell", {"command": "pwd && cat {file}"}),
         Step("edit", {"path": "{folder}/{file}", "before": "{old}", "after": "{new}"}),
     ),
+    compaction=Compaction(context_length=12000),
+    sub_agent=SubAgent(starts=(Step("delegate", {"instructions": "{errand}"}),)),
 )

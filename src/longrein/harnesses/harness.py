@@ -24,6 +24,35 @@ class Step(NamedTuple):
     arguments: Mapping[str, Any]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Compaction:
+    """How a program is brought to compact its history once it has read the logs of a demonstration."""
+
+    log_lines: int = 150
+    """How long each of the three logs is; 20 tokens a line, or a little less."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    """In place of its own of that path."""
+    context_length: int | None = None
+    """The model's, for a program that compacts when it is told that its prompt is too long."""
+    asks: str | None = None
+    """Words of its request for a summary, where that comes with tools."""
+    resumed: tuple[str, ...] = ()
+    """The arguments of a second run that goes on where the first ended, for a program that compacts between two prompts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubAgent:
+    """How a program is brought to start a sub-agent."""
+
+    starts: tuple[Step, ...]
+    """The calls that send one on the errand `{errand}`, and wait for it."""
+    reports: tuple[Step, ...] = ()
+    """How the sub-agent tells what it found, where a last word will not do."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """In place of the program's own of that path."""
+
+
 LIBRARY_AGENTS = str(Path(__file__).parent / "scripts" / "library_agents.py")
 """For those that are libraries: a small agent in each, run by the interpreter that has it."""
 LIBRARY_DEMO = (
@@ -57,6 +86,10 @@ class Harness:
     demo: tuple[Step | str, ...] = ()
     """How a policy that knows its tools looks at `{file}` in `{folder}` and puts the line `{new}` in place of `{old}`, reply by
     reply: a tool call, or the words of one. `{text}` is the file as it shall be, `{quoted}` the same in Python."""
+    compaction: Compaction | str = "has none"
+    """Or why it cannot be shown."""
+    sub_agent: SubAgent | str = "has none"
+    """Or why it cannot be shown."""
     closes: bool = True
     """Whether it asks for a last word, after its last tool call."""
 

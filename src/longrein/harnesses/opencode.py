@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import json
 
-from longrein.harnesses.harness import Harness, Step
+from longrein.harnesses.harness import Compaction, Harness, Step, SubAgent
 from longrein.harnesses.package import Npm
 
-_SETTINGS = {
-    "autoupdate": False,
-    "share": "disabled",
-    "permission": "allow",
-    "model": "longrein/{model}",
-    "small_model": "longrein/{model}",
-    "provider": {
-        "longrein": {
-            "npm": "@ai-sdk/openai-compatible",
-            "name": "longrein",
-            "options": {"baseURL": "{base_url}", "apiKey": "{key}"},
-            "models": {"{model}": {"name": "{model}", "tool_call": True, "limit": {"context": 131072, "output": 16384}}},
-        }
-    },
-}
+
+def _settings(context: int = 131072, output: int = 16384, **compaction: int) -> str:
+    model = {"name": "{model}", "tool_call": True, "limit": {"context": context, "output": output}}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "longrein",
+        "options": {"baseURL": "{base_url}", "apiKey": "{key}"},
+        "models": {"{model}": model},
+    }
+    settings = {
+        "autoupdate": False,
+        "share": "disabled",
+        "permission": "allow",
+        "model": "longrein/{model}",
+        "small_model": "longrein/{model}",
+        "provider": {"longrein": provider},
+        "compaction": compaction,
+    }
+    return json.dumps(settings)
+
+
+_PATH = "~/.config/opencode/opencode.json"
 
 HARNESS = Harness(
     name="opencode",
@@ -35,11 +42,15 @@ HARNESS = Harness(
         "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
         "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1",
     },
-    files={"~/.config/opencode/opencode.json": json.dumps(_SETTINGS)},
+    files={_PATH: _settings()},
     side_calls="a title, without tools",
     demo=(
         Step("bash", {"command": "pwd && cat {file}", "description": "Look at the file"}),
         Step("read", {"filePath": "{folder}/{file}"}),
         Step("edit", {"filePath": "{folder}/{file}", "oldString": "{old}", "newString": "{new}"}),
+    ),
+    compaction=Compaction(files={_PATH: _settings(16000, 4000, preserve_recent_tokens=500)}),
+    sub_agent=SubAgent(
+        starts=(Step("task", {"description": "Look at the file", "prompt": "{errand}", "subagent_type": "general"}),),
     ),
 )

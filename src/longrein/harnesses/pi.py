@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from longrein.harnesses.harness import Harness, Step
+from longrein.harnesses.harness import Compaction, Harness, Step
 from longrein.harnesses.package import Npm
 
 _MODELS = {
@@ -29,5 +29,8 @@ HARNESS = Harness(
     demo=(
         Step("bash", {"command": "pwd && cat {file}"}),
         Step("edit", {"path": "{folder}/{file}", "edits": [{"oldText": "{old}", "newText": "{new}"}]}),
+    ),
+    compaction=Compaction(
+        files={"~/.pi/agent/settings.json": '{"compaction": {"keepRecentTokens": 1000}}'}, context_length=9000
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from longrein.harnesses.harness import Harness, Step
+from longrein.harnesses.harness import Compaction, Harness, Step, SubAgent
 from longrein.harnesses.package import Npm
 
 _SETTINGS = {
@@ -15,6 +15,8 @@ _SETTINGS = {
     "memory": {"enableManagedAutoMemory": False, "enableManagedAutoDream": False},
     "model": {"name": "{model}", "skipNextSpeakerCheck": True},
 }
+_PATH = "~/.qwen/settings.json"
+_SMALL_WINDOW = {"generationConfig": {"contextWindowSize": 32000}, "chatCompression": {"contextPercentageThreshold": 0.7}}
 
 HARNESS = Harness(
     name="qwen-code",
@@ -22,7 +24,7 @@ HARNESS = Harness(
     package=Npm("@qwen-code/qwen-code", "0.15.10"),
     executable="qwen",
     arguments=("--yolo", "--auth-type", "openai", "--output-format", "json", "--prompt", "{instruction}"),
-    files={"~/.qwen/settings.json": json.dumps(_SETTINGS)},
+    files={_PATH: json.dumps(_SETTINGS)},
     side_calls="none; its history starts with a reply that no model wrote",
     demo=(
         Step(
@@ -30,5 +32,11 @@ HARNESS = Harness(
         ),
         Step("read_file", {"file_path": "{folder}/{file}"}),
         Step("edit", {"file_path": "{folder}/{file}", "old_string": "{old}", "new_string": "{new}"}),
+    ),
+    compaction=Compaction(files={_PATH: json.dumps({**_SETTINGS, "model": {**_SETTINGS["model"], **_SMALL_WINDOW}})}),
+    sub_agent=SubAgent(
+        starts=(
+            Step("agent", {"description": "Look at the file", "prompt": "{errand}", "subagent_type": "general-purpose"}),
+        ),
     ),
 )

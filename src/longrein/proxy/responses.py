@@ -9,6 +9,7 @@ What is taken, and what is not:
   calls go back as custom tool calls. The tools of a namespace are shown as `namespace__tool`.
 - Tools that only the provider can run (`web_search`, `code_interpreter`, ...) are not shown to the model.
 - Reasoning goes out as an item with its text, and as `encrypted_content` where that is asked for; either comes back as reasoning.
+- A message between agents (`agent_message`) is read as the user's; the "encrypted" part of it is what the policy itself wrote.
 - `previous_response_id` continues an answer of the same rollout, unless it had `store` false. `instructions` do not carry over.
 - `max_output_tokens` can only lower the run's own limit. Other sampling settings are recorded, not used.
 - `tool_choice`, `parallel_tool_calls`: as in the chat dialect. `text.format` other than text, `background`, `conversation`, images
@@ -280,6 +281,8 @@ def _add(messages: list[Message], given: Json, where: str, shown: dict[tuple[Any
             return
         reply = _reply(messages, origin(given.get("id")), apart=("content", "tool_calls"))
         reply["content"] += text
+    elif kind == "agent_message":
+        messages.append({"role": "user", "content": _text(given.get("content"), f"{where}.content", "")})
     elif kind == "reasoning":
         call_id, reasoning = unsealed(given.get("encrypted_content"))
         reply = _reply(messages, call_id or origin(given.get("id")), apart=("content", "tool_calls", "reasoning_content"))
@@ -332,8 +335,10 @@ def _text(content: Any, where: str, between: str) -> str:
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else part
-        field = "refusal" if kind == "refusal" else "text"
-        if kind not in ("input_text", "output_text", "text", "refusal") or not isinstance(part.get(field), str):
+        field = kind if kind in ("refusal", "encrypted_content") else "text"
+        if kind not in ("input_text", "output_text", "text", "refusal", "encrypted_content") or not isinstance(
+            part.get(field), str
+        ):
             at = f"{where}[{index}]"
             raise DialectError(400, f"{at} is of type {short(kind)}; only parts of text can be read.", param=at)
         texts.append(part[field])

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
-import re
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +11,14 @@ import pytest
 from missing import missing
 
 from longrein import Agent
-from longrein.contract import Message, Sampled, SampleRequest, Tool
+from longrein.contract import Sampled, SampleRequest
 from longrein.engines.scripted import ScriptedEngine
 from longrein.envs import HarnessEnv
 from longrein.harnesses.catalog import FILES, harness
-from longrein.harnesses.demonstration import BROKEN, FILE, INSTRUCTION, OLD, RIGHT, WRONG, Demonstration, Policy, demonstrate
-from longrein.harnesses.harness import Harness
+from longrein.harnesses.demonstration import INSTRUCTION, Demonstration, demonstrate, episodes
+from longrein.harnesses.harness import Compaction, Harness, SubAgent
+from longrein.harnesses.policies import BROKEN, ERRAND, FILE, FINDING, RIGHT, WRONG, Policy
+from longrein.rollout import Call, Rollout
 
 FIRST = ("pi", "codex", "claude-code", "gemini-cli")
 """One a dialect: those that `make test` runs. The others have the marker `programs`."""
@@ -43,17 +42,30 @@ def told(played: Demonstration) -> str:
     return f"{played.traffic}\n{played.outcome.stdout[-2000:]}\n{played.outcome.stderr[-2000:]}"
 
 
+class Watched(ScriptedEngine):
+    """Keeps what it was asked and what it drew."""
+
+    drawn: list[tuple[list[int], list[int]]]
+
+    async def sample(self, request: SampleRequest) -> Sampled:
+        sampled = await super().sample(request)
+        self.drawn.append((list(request.prompt_ids), list(sampled.ids)))
+        return sampled
+
+
+def watched() -> type[Watched]:
+    return type("Watched", (Watched,), {"drawn": []})
+
+
+def recorded(rollout: Rollout) -> list[tuple[list[int], list[int]]]:
+    calls = [(rollout.tokens(call.id).tolist(), call.completion_ids.tolist()) for call in rollout.calls.values()]
+    return sorted((tokens[: len(tokens) - len(ids)], ids) for tokens, ids in calls)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_program_mends_a_file_and_its_record_is_exact(name: str, known: Harness, rendering: Any) -> None:
-    drawn: list[list[int]] = []
-
-    class Engine(ScriptedEngine):
-        async def sample(self, request: SampleRequest) -> Sampled:
-            sampled = await super().sample(request)
-            drawn.append(list(sampled.ids))
-            return sampled
-
-    played = demonstrate(known, rendering("qwen3"), engine=Engine, timeout=600)
+    engine = watched()
+    played = demonstrate(known, rendering("qwen3"), engine=engine, timeout=600)
     rollout, traffic, outcome = played.rollout, played.traffic, played.outcome
     assert (played.reward, outcome.exit_code, outcome.limit) == (1.0, 0, None), told(played)
     assert (traffic.errors, traffic.failure, traffic.unknown_routes) == (0, None, []), told(played)
@@ -62,8 +74,8 @@ def test_a_program_mends_a_file_and_its_record_is_exact(name: str, known: Harnes
     assert all(call.delivered for call in rollout.calls.values())
     # Every token that was sampled is recorded, in the order it was sampled, and is in the rows exactly once.
     if name == "smolagents":  # its stop word ends a reply before the token that the script ends it with
-        drawn = [ids[:-1] for ids in drawn]
-    assert sorted(call.completion_ids.tolist() for call in rollout.calls.values()) == sorted(drawn)
+        engine.drawn = [(prompt, ids[:-1]) for prompt, ids in engine.drawn]
+    assert recorded(rollout) == sorted(engine.drawn)
     rows = rollout.rows()
     assert len(rows) == BRANCHES.get(name, 1)
     own = [token for call in trained for token in call.completion_ids.tolist()]
@@ -89,54 +101,73 @@ def test_a_row_of_a_dataset_names_a_program(name: str, known: Harness, rendering
     assert result["padded_agent_mask"].sum() == rollout.agent_tokens
 
 
-def call(tool: str, **arguments: Any) -> Message:
-    function = {"name": tool, "arguments": json.dumps(arguments)}
-    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+QUICK = {"compaction": ("pi", "claude-code"), "sub-agent": ("codex", "gemini-cli")}
+"""Again one a dialect."""
 
 
-@pytest.mark.parametrize("name", ["claude-code"])
-def test_a_sub_agent_is_a_branch_of_its_own(name: str, known: Harness, rendering: Any) -> None:
-    errand = "Look around for me."
-
-    def policy(messages: Sequence[Message], tools: Sequence[Tool]) -> Message:
-        done = sum(message["role"] == "tool" for message in messages)
-        if any(errand in message["content"] for message in messages if message["role"] == "user"):
-            look = call("Bash", command="cat calc.py", description="Look")
-            return look if done == 0 else {"role": "assistant", "content": "It subtracts."}
-        (folder,) = {found for m in messages for found in re.findall(r"Primary working directory: (\S+)", m["content"])}
-        path = f"{folder}/calc.py"
-        steps = [
-            call("Agent", description="Look", prompt=errand, subagent_type="general-purpose", run_in_background=False),
-            call("Read", file_path=path),
-            call("Edit", file_path=path, old_string=OLD, new_string=RIGHT),
-            {"role": "assistant", "content": "It adds now."},
-        ]
-        return steps[done]
-
-    played = demonstrate(known, rendering("qwen3"), policy=policy, timeout=600)
-    assert (played.reward, played.traffic.errors, played.outcome.exit_code) == (1.0, 0, 0), told(played)
-    rows = played.rollout.rows()
-    assert (len(rows), len(played.rollout.calls)) == (2, 6)
-    assert sum(row.agent_mask.sum() for row in rows) == played.rollout.agent_tokens == played.traffic.tokens
+def shown(episode: str) -> list[Any]:
+    """The programs that can play an episode, each marked as above."""
+    able = [name for name in FILES if episode in episodes(harness(name))]
+    return [name if name in QUICK[episode] else pytest.param(name, marks=pytest.mark.programs) for name in able]
 
 
-@pytest.mark.parametrize("name", ["codex"])
+def exact(played: Demonstration, engine: type[Watched]) -> Rollout:
+    """The record of an episode that went well: every sampled token once, after the prompt that it was sampled after."""
+    rollout, traffic, outcome = played.rollout, played.traffic, played.outcome
+    assert (played.reward, outcome.exit_code, outcome.limit) == (1.0, 0, None), told(played)
+    assert (traffic.failure, traffic.unknown_routes, traffic.undelivered) == (None, [], []), told(played)
+    assert recorded(rollout) == sorted(engine.drawn)
+    trained = [call.completion_ids.tolist() for call in rollout.calls.values() if call.excluded is None]
+    rows = rollout.rows()
+    own = [token for row in rows for token in row.token_ids[row.agent_mask.astype(bool)].tolist()]
+    assert sorted(own) == sorted(token for ids in trained for token in ids)
+    rollout.reward = played.reward
+    assert sum(float(row.rewards.sum()) for row in rollout.rows()) == pytest.approx(1.0)
+    return rollout
+
+
+def text(call: Call) -> str:
+    return "\n".join(message["content"] for message in call.messages)
+
+
+@pytest.mark.parametrize("name", shown("compaction"))
 def test_a_compaction_starts_a_branch_and_its_summary_is_trained(name: str, known: Harness, rendering: Any) -> None:
-    limited = {path: f"model_auto_compact_token_limit = 1000\n{text}" for path, text in known.files.items()}
-    summary = "calc.py subtracts."
-    patch = f"*** Begin Patch\n*** Update File: calc.py\n@@\n-{OLD}\n+{RIGHT}\n*** End Patch\n"
-    steps = iter([call("exec_command", cmd="cat calc.py"), call("apply_patch", input=patch)])
+    engine = watched()
+    played = demonstrate(known, rendering("qwen3"), episode="compaction", engine=engine, timeout=600)
+    rollout = exact(played, engine)
+    way = known.compaction
+    assert isinstance(way, Compaction)
+    assert played.traffic.errors == (way.context_length is not None), told(played)  # the prompt that was too long
+    calls = list(rollout.calls.values())
+    summaries = [call for call in calls if "Summary" in call.reply["content"] and call.excluded is None]
+    steps = [call for call in calls if call not in summaries and call.excluded is None]
+    resumed = bool(way.resumed)
+    assert len(steps) == 3 + resumed + len(known.demo) + 1  # the logs, the word in between, the mending, the last word
+    # Once: what came before goes on to the summary, what comes after starts from it, and neither breaks off on the way.
+    roots = [call for call in steps if call.parent is None]
+    assert [steps.index(root) for root in roots] in ([0, 3], [0, 4])
+    last = summaries[-1].reply["content"].splitlines()[1]
+    assert last in text(roots[1])
+    assert not any("Summary" in text(call) for call in steps[: steps.index(roots[1])])
+    for before, call in itertools.pairwise(steps):
+        assert call.parent == (None if call is roots[1] else before.id)
+    assert len(rollout.rows()) == 2 + len(summaries)
 
-    def policy(messages: Sequence[Message], tools: Sequence[Tool]) -> Message:
-        if not tools:  # the compaction
-            return {"role": "assistant", "content": summary}
-        return next(steps, {"role": "assistant", "content": "It adds now."})
 
-    played = demonstrate(replace(known, files=limited), rendering("qwen3"), policy=policy, timeout=600)
-    assert (played.reward, played.traffic.errors, played.outcome.exit_code) == (1.0, 0, 0), told(played)
-    calls = list(played.rollout.calls.values())
-    compactions = [one for one in calls if one.reply["content"] == summary]
-    assert compactions
-    assert all(one.excluded is None and one.parent is None for one in compactions)
-    assert len(played.rollout.rows()) > len(compactions)
-    assert played.rollout.agent_tokens == played.traffic.tokens
+@pytest.mark.parametrize("name", shown("sub-agent"))
+def test_a_sub_agent_is_a_branch_of_its_own(name: str, known: Harness, rendering: Any) -> None:
+    engine = watched()
+    played = demonstrate(known, rendering("qwen3"), episode="sub-agent", engine=engine, timeout=600)
+    rollout = exact(played, engine)
+    assert played.traffic.errors == 0, told(played)
+    way = known.sub_agent
+    assert isinstance(way, SubAgent)
+    trained = [call for call in rollout.calls.values() if call.excluded is None]
+    sent = [call for call in trained if ERRAND in text(rollout.path(call.id)[0])]
+    main = [call for call in trained if call not in sent]
+    assert len(sent) == 1 + max(1, len(way.reports))
+    assert len(main) == len(way.starts) + len(known.demo) + 1
+    for conversation in (sent, main):
+        assert [call.parent for call in conversation] == [None, *(call.id for call in conversation[:-1])]
+    assert any(FINDING in text(call) for call in main)  # what it found came back
+    assert len(rollout.rows()) == 2
