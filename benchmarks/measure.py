@@ -38,13 +38,16 @@ def machine() -> dict[str, Any]:
 
 
 def alternate(
-    contenders: Mapping[str, Callable[[], Any]], rounds: int, clock: Callable[[], float] = time.perf_counter
+    contenders: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+    before: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
-    """The median seconds of each contender over rounds in which every one runs once.
+    """The median seconds of each contender over rounds in which every one runs once, and over one `before` them.
 
     With `time.process_time` as the clock, other programs on a busy machine do not count.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    seconds = {name: [] if before is None else [before[name]] for name in contenders}
     for _ in range(rounds):
         for name, run in contenders.items():
             seconds[name].append(timed(run, clock))
@@ -75,7 +78,7 @@ def peak_gib(run: Callable[[], Any]) -> float:
 
     def watch() -> None:
         nonlocal most
-        while not done.wait(0.002):
+        while not done.wait(0.01):
             most = max(most, _resident())
 
     watcher = threading.Thread(target=watch)

@@ -6,6 +6,7 @@ What is compared has the same gradient, which is checked before anything is time
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import tempfile
@@ -28,6 +29,12 @@ BARS = {
 }
 MICRO_BATCHES = {"cpu": (16,), "cuda": (1, 2, 4)}
 """Rows a forward of TRL's; the fastest of them is taken."""
+SEEDS = {"cpu": (0, 1, 2), "cuda": (0,)}
+"""A workload is drawn from each: of one draw of a few rows, luck alone moves the ratio by a fifth."""
+MINUTES = {"cpu": 6, "cuda": 4}
+"""What a round of all workloads takes, about, on the machines of docs/training-speed.md."""
+KEYS = ("workload", "device", "ratio_trl", "ratio_trl_sorted", "seconds", "peak_gib", "floor_share")
+"""Of an object that is printed with `--json`."""
 TOLERANCE = 1e-4
 """Of the gradient in float32: the norm of the difference over the norm, in all."""
 SPREAD = 2.0
@@ -44,23 +51,25 @@ class Floor(NamedTuple):
 
 
 def floor_of(rows: Sequence[Row], model: Any, *, checkpointing: bool) -> Floor:
-    """Every unique token once through the layers, its attention over those it reads, every scored one through the head: forward,
-    and twice that backward; with checkpointing the layers' forward a second time."""
+    """Every unique token once through the layers, its attention over those it reads, every scored one through the head; of the
+    last layer only keys and values for those that score nothing. Forward, and twice that backward; with checkpointing the
+    layers' forward a second time."""
     width = max(len(row.ids) for row in rows)
     ids, mask = (
         np.stack([np.pad(one, (0, width - len(one))) for one in part])
         for part in zip(*[row[:2] for row in rows], strict=True)
     )
     packed = PackedRows(ids, mask.astype(bool))
-    config = model.config
-    layers = sum(
-        parameter.numel() for name, parameter in model.named_parameters() if ".layers." in name and parameter.dim() > 1
-    )
-    reads = float((packed.tree.positions + 1).sum())
-    attention = 4 * reads * config.num_attention_heads * config.head_dim * config.num_hidden_layers
-    body = 2.0 * layers * len(packed.tree) + attention
+    config, tokens, scoring = model.config, len(packed.tree), np.unique(packed.index)
+    layer = model.model.layers[-1]
+    matrices = sum(parameter.numel() for parameter in layer.parameters() if parameter.dim() > 1)
+    read = sum(one.weight.numel() for one in (layer.self_attn.k_proj, layer.self_attn.v_proj))
+    before = config.num_hidden_layers - 1
+    reads = packed.tree.positions + 1
+    attention = 4.0 * config.num_attention_heads * config.head_dim * (before * reads.sum() + reads[scoring].sum())
+    body = 2.0 * (before * matrices * tokens + read * tokens + (matrices - read) * len(scoring)) + attention
     head = 2.0 * config.vocab_size * config.hidden_size * len(packed.targets)
-    return Floor(len(packed.tree), body * (4 if checkpointing else 3) + head * 3)
+    return Floor(tokens, body * (4 if checkpointing else 3) + head * 3)
 
 
 def gradient_of(model: Any) -> list[torch.Tensor]:
@@ -81,8 +90,10 @@ def cut(row: Row) -> Row:
 
 
 class Bench:
-    def __init__(self, device: str, rounds: int, sizes: dict[str, int], *, compiled: bool | None = None) -> None:
-        self.device, self.rounds, self.sizes = device, rounds, sizes
+    def __init__(
+        self, device: str, rounds: int, seeds: Sequence[int], sizes: dict[str, int], *, compiled: bool | None = None
+    ) -> None:
+        self.device, self.rounds, self.seeds, self.sizes = device, rounds, seeds, sizes
         self.base = make_model(device)
         folder = tempfile.mkdtemp()
         self.ours, self.trl = Ours(self.base, folder, device, compiled=compiled), Trl(self.base, folder, device)
@@ -93,9 +104,36 @@ class Bench:
         self.clock = time.process_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
         self.rate = matrix_rate(device, self.base.dtype, self.clock)
         self.vocabulary = self.base.config.vocab_size
+        rows = rows_of("none", "cpu", self.vocabulary)[:2]  # warming up
+        values = Values(rows, self.vocabulary)
+        self.ours.run(self.ours.prepare(rows, values))
+        self.trl.run(self.trl.prepare(rows, values, 2))
 
     def workload(self, name: str) -> dict[str, Any]:
-        rows = rows_of(name, self.device, self.vocabulary, **self.sizes)
+        """A workload drawn from each of its seeds: seconds and operations are the sums, memory is the most."""
+        drawn = [self._drawn(name, seed) for seed in self.seeds]
+        total = {key: sum(one[key] for one in drawn) for key in drawn[0] if not key.startswith("peak_gib")}
+        peak = {key: max(one[key] for one in drawn) for key in ("peak_gib", "peak_gib_trl")}
+        rows = rows_of(name, self.device, self.vocabulary, seed=self.seeds[0], **self.sizes)
+        result = {
+            "workload": name,
+            "device": self.device,
+            "ratio_trl": total["trl"] / total["ours"],
+            "ratio_trl_sorted": total["trl_sorted"] / total["ours"],
+            "seconds": total["ours"] / len(drawn),
+            "peak_gib": peak["peak_gib"],
+            "floor_share": total["flops"] / self.rate / total["ours"],
+            "bar": BARS[self.device].get(name),
+            "peak_gib_trl": peak["peak_gib_trl"],
+            "by_seed": [one["trl"] / one["ours"] for one in drawn],
+            "row_tokens": total["row_tokens"] / total["unique_tokens"],
+            "forwarded_trl": total["forwarded_trl"] / total["unique_tokens"],
+        }
+        values = Values(rows, self.vocabulary)
+        return result | (self._tree(rows, values, result["seconds"]) if self.device == "cuda" else {})
+
+    def _drawn(self, name: str, seed: int) -> dict[str, float]:
+        rows = rows_of(name, self.device, self.vocabulary, seed=seed, **self.sizes)
         values = Values(rows, self.vocabulary)
         batch = self.ours.prepare(rows, values)
         self.micro = self.micro or self._fastest(rows, values)
@@ -105,41 +143,27 @@ class Bench:
             "trl": lambda: self.trl.run(batches),
             "trl_sorted": lambda: self.trl.run(by_length),
         }
-        peak, seconds, gradients = {}, {}, {}
-        for who, job in jobs.items():  # the first run of each: its memory, its gradient, and the warming up
-            peak[who] = peak_gib(lambda who=who, job=job: seconds.update({who: timed(job)}))
+        peak, first, gradients = {}, {}, {}
+        for who, job in jobs.items():  # the first round: memory and gradient besides
+            peak[who] = peak_gib(lambda who=who, job=job: first.update({who: timed(job, self.clock)}))
             gradients[who] = gradient_of((self.ours if who == "ours" else self.trl).model)
-        apart, spread = (difference(gradients[who], gradients["trl"]) for who in ("ours", "trl_sorted"))
+        apart = difference(gradients["ours"], gradients["trl"])
         del gradients
         allowed = TOLERANCE if self.base.dtype == torch.float32 else SPREAD * self._rounding()["trl"]
         if not apart <= allowed:
             raise AssertionError(f"{name}: the gradients differ by {apart:.2g}; {allowed:.2g} is allowed")
         # on a GPU TRL's runs are long and steady: their first is taken, once the search for its micro-batch has warmed it up
         again = {"ours": jobs["ours"]} if self.device == "cuda" else jobs
-        seconds |= alternate(again, self.rounds, self.clock)
+        seconds = first | alternate(again, self.rounds - 1, self.clock, first)
         floor = floor_of(rows, self.base, checkpointing=self.device == "cuda")
-        raw = sum(len(row.ids) for row in rows)
-        result = {
-            "workload": name,
-            "device": self.device,
-            "ratio_trl": seconds["trl"] / seconds["ours"],
-            "ratio_trl_sorted": seconds["trl_sorted"] / seconds["ours"],
-            "bar": BARS[self.device].get(name),
-            "seconds": seconds["ours"],
-            "seconds_trl": seconds["trl"],
+        return seconds | {
             "peak_gib": peak["ours"],
             "peak_gib_trl": peak["trl"],
-            "floor_share": floor.flops / self.rate / seconds["ours"],
-            "rows": len(rows),
-            "tokens": raw,
+            "flops": floor.flops,
+            "row_tokens": sum(len(row.ids) for row in rows),
             "unique_tokens": floor.tokens,
-            "forwarded_trl": self.trl.forwarded(batches) / floor.tokens,
-            "micro_batch_trl": self.micro,
-            "agent_share": sum(row.mask.sum() for row in rows) / raw,
-            "gradient_difference": apart,
-            "gradient_spread_trl": spread,
+            "forwarded_trl": self.trl.forwarded(batches),
         }
-        return result | (self._tree(rows, values, seconds["ours"]) if self.device == "cuda" else {})
 
     def check(self) -> dict[str, Any]:
         """On a GPU: a small model in float32 has TRL's gradient to rounding."""
@@ -220,8 +244,10 @@ class Bench:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--json", action="store_true", help="one object a line")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true", help="one object a line; the table goes to the standard error")
+    parser.add_argument("--rounds", type=int, default=1, help="of each draw of a workload; the median counts")
+    parser.add_argument("--full", action="store_true", help="three rounds")
+    parser.add_argument("--seeds", type=int, nargs="*", help="of the draws; unsaid, 0 to 2, on a GPU 0")
     parser.add_argument("--only", nargs="*", choices=[*WORKLOADS, "growth", "check"])
     parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, help="our layers; unsaid, on a GPU")
     parser.add_argument("--reply", type=int, help="tokens that the agent writes in a turn, in the mean")
@@ -231,27 +257,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if asked.device == "cpu":
         torch.set_num_threads(asked.threads)
     sizes = {name: getattr(asked, name) for name in ("reply", "observation") if getattr(asked, name) is not None}
-    bench = Bench(asked.device, asked.rounds, sizes, compiled=asked.compiled)
+    rounds, seeds = 3 if asked.full else asked.rounds, asked.seeds or SEEDS[asked.device]
+    names = asked.only or [*(["check"] if asked.device == "cuda" else []), *SIZES[asked.device], "growth"]
+    table = functools.partial(print, file=sys.stderr if asked.json else sys.stdout, flush=True)
+    share = len(names) / len(SIZES[asked.device])
+    table(f"training steps: about {max(1, round(MINUTES[asked.device] * rounds * len(seeds) * share))} minutes")
+    bench = Bench(asked.device, rounds, seeds, sizes, compiled=asked.compiled)
     about = machine() | {"matrix_gflops": f"{bench.rate / 1e9:.0f}"}
-    if not asked.json:
-        print(", ".join(f"{name} {value}" for name, value in about.items()), flush=True)
-        print("workload      seconds   TRL   sorted  bar   GiB (TRL)     tokens/unique   TRL's   floor", flush=True)
+    table(", ".join(f"{name} {value}" for name, value in about.items()))
+    table("workload      seconds   TRL   sorted  bar   GiB (TRL)     tokens/unique   TRL's   floor   by seed")
     failed = False
-    for name in asked.only or [*(["check"] if asked.device == "cuda" else []), *SIZES[asked.device], "growth"]:
+    for name in names:
         special = {"growth": bench.growth, "check": bench.check}
         try:
             result = special[name]() if name in special else bench.workload(name)
-        except Exception as error:  # one workload that fails hides no other
+        except Exception:  # one workload that fails hides no other
             traceback.print_exc()
-            result = {"workload": name, "device": asked.device, "error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(result | {"machine": about}) if asked.json else line(result), flush=True)
-        failed = failed or "error" in result
+            failed = True
+            continue
+        table(line(result))
+        if asked.json and name not in special:
+            print(json.dumps({key: result[key] for key in KEYS}), flush=True)
     sys.exit(failed)
 
 
 def line(result: dict[str, Any]) -> str:
-    if "error" in result:
-        return f"{result['workload']:<12}  {result['error']}"
     if result["workload"] == "check":
         ours, trl = (result["rounding"][who] for who in ("ours", "trl"))
         return (
@@ -265,7 +295,9 @@ def line(result: dict[str, Any]) -> str:
     return (
         f"{result['workload']:<12}  {result['seconds']:6.3f}  {result['ratio_trl']:5.2f}x {result['ratio_trl_sorted']:5.2f}x  "
         f"{result['bar'] or 0:4.1f}  {result['peak_gib']:5.2f} ({result['peak_gib_trl']:5.2f})   "
-        f"{result['tokens'] / result['unique_tokens']:8.2f}   {result['forwarded_trl']:9.2f}   {result['floor_share']:6.0%}{tree}"
+        f"{result['row_tokens']:8.2f}   {result['forwarded_trl']:9.2f}   {result['floor_share']:6.0%}   "
+        + " ".join(f"{ratio:.2f}" for ratio in result["by_seed"])
+        + tree
     )
 
 

@@ -18,7 +18,7 @@ SLOPES, ENTROPY_SLOPES = torch.randn((2, PAIRS), generator=torch.Generator().man
 
 @pytest.fixture(autouse=True)
 def several_tiles(monkeypatch):
-    monkeypatch.setattr(heads, "tokens_a_tile", lambda device, vocabulary: 10)
+    monkeypatch.setattr(heads, "tokens_a_tile", lambda device, vocabulary, tokens: 10)
 
 
 def parts(bias: bool = True, dtype: torch.dtype = torch.float64) -> tuple[nn.Linear, torch.Tensor]:

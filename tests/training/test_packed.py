@@ -16,7 +16,8 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch.overrides import TorchFunctionMode
 
 from longrein.contract import LongreinError
-from longrein.training.packed import decoder_of, packed_hidden, way_for
+from longrein.training import tree_kernels
+from longrein.training.packed import _compiles, _spares, decoder_of, packed_hidden, way_for
 from longrein.training.tree import PrefixTree
 from longrein.training.tree_kernels import Cascade
 
@@ -158,6 +159,52 @@ def test_in_float32_every_gradient_is_that_of_the_padded_pass(name, rows):
     assert difference(policy(name), rows) < 1e-5
 
 
+@pytest.mark.parametrize("few", [0, tree_kernels.FEW])
+@pytest.mark.parametrize("name", [*EXACT, "qwen3_moe", "mixtral", "deepseek_v3", "gpt2"])
+@settings(max_examples=4, deadline=None)
+@given(rows=forked_rows(), chosen=st.integers(0, 2**32))
+def test_the_last_layer_is_computed_where_it_is_needed(name, few, rows, chosen):
+    model = policy(name).eval()  # gpt2 drops out
+    assert _spares(model)
+    tree = PrefixTree.of(rows)
+    needed = np.random.default_rng(chosen).integers(0, len(tree), 1 + chosen % len(tree))  # some of them twice
+    expected = gradients(model, [packed_hidden(model, tree)[needed]])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_kernels, "FEW", few)
+        found = gradients(model, [packed_hidden(model, tree, needed=needed)])
+    assert expected.keys() == found.keys()
+    floor = 1e-2 * max(grad.norm() for grad in expected.values())  # a first token's query has none but rounding
+    for key, grad in expected.items():
+        assert (found[key] - grad).norm() < 1e-5 * grad.norm().clamp(min=floor), key
+
+
+def test_the_last_layers_products_are_of_what_is_needed():
+    model = made("qwen3")
+    seen = []
+    for layer in model.model.layers:
+        layer.mlp.gate_proj.register_forward_hook(lambda module, args, output: seen.append(args[0].shape[1]))
+    assert _spares(model)
+    seen.clear()
+    packed_hidden(model, PrefixTree.of([np.arange(9), np.arange(5)]), needed=np.array([4, 8, 8]))
+    assert seen == [9, 2]
+
+
+def test_a_last_layer_that_needs_all_of_its_tokens_gets_them():
+    class Centred(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, hidden):
+            return self.inner(hidden) - hidden.mean(1, keepdim=True)
+
+    model = made("llama")
+    model.model.layers[1].mlp = Centred(model.model.layers[1].mlp)
+    tree = PrefixTree.of([np.arange(9)])
+    assert not _spares(model)
+    assert torch.equal(packed_hidden(model, tree, needed=np.array([3])), packed_hidden(model, tree)[[3]])
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["qwen3", "gemma2"])
 @settings(max_examples=5, deadline=None)
@@ -219,6 +266,43 @@ def test_compiled_layers_on_a_gpu_are_as_near_to_float32_as_plain_ones(checkpoin
     found = [gradients(model, hidden()) for hidden in (lambda: padded(model, rows), lambda: packed(model, rows))]
     errors = [sum((grads[name].float() - grad).norm() ** 2 for name, grad in exact.items()) for grads in found]
     assert errors[1] < 1.3 * errors[0]
+
+
+class BreaksBackward(torch.autograd.Function):
+    """Layers whose backward pass a compiler does not get."""
+
+    @staticmethod
+    def forward(ctx, hidden):
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError("no kernel for this backward pass")
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("breaks", [None, "forward", "backward"])
+def test_layers_that_do_not_compile_run_as_they_are(breaks, reentrant, monkeypatch, caplog):
+    def compiled(forward, **options):
+        def run(hidden, *args, **kwargs):
+            if breaks == "forward":
+                raise RuntimeError("no kernel for this forward pass")
+            return forward(BreaksBackward.apply(hidden) if breaks else hidden, *args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    model = made("qwen3")
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    before = switches(model)
+    assert _compiles(model) is (breaks is None)
+    assert _compiles(model) is (breaks is None)
+    said = [record.getMessage() for record in caplog.records if "do not compile" in record.getMessage()]
+    assert len(said) == (breaks is not None)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert switches(model) == before
+    assert [layer.gradient_checkpointing for layer in model.model.layers] == [reentrant is not None] * 2
 
 
 def test_long_rows_with_long_windows():

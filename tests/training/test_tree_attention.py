@@ -15,7 +15,7 @@ from longrein.training import tree_kernels
 from longrein.training.tree import PrefixTree
 from longrein.training.tree_attention import TreeAttention
 from longrein.training.tree_flex import BLOCK, Flex, _blocks, bucket
-from longrein.training.tree_kernels import Attend, Varlen
+from longrein.training.tree_kernels import Attend, Cascade, Varlen
 
 CPU = torch.device("cpu")
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -42,9 +42,10 @@ def reference(query, key, value, tree, window=None, softcap=None):
     return (query, key, value), out.transpose(1, 2)
 
 
-def error(tree, out, leaves, **how) -> float:
-    """The worst of the result and the three gradients, relative."""
+def error(tree, out, leaves, needed=slice(None), **how) -> float:
+    """The worst of the result (at the places that are needed) and the three gradients, relative."""
     expected_leaves, expected = reference(*leaves, tree, **how)
+    expected, out = expected[:, needed], out[:, needed]
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     (expected * weights).sum().backward()
     (out * weights.to(out)).sum().backward()
@@ -64,6 +65,34 @@ def test_on_a_processor(rows, window, softcap, groups):
     leaves = inputs(tree, groups=groups)
     out = TreeAttention(tree, CPU)(*leaves, window=window, softcap=softcap)
     assert error(tree, out, leaves, window=window, softcap=softcap) < 1e-12
+
+
+@pytest.mark.parametrize("few", [0, 3, tree_kernels.FEW])
+@settings(max_examples=40, deadline=None)
+@given(rows=ROWS, chosen=st.integers(0, 2**32), groups=st.sampled_from([1, 4]))
+def test_on_a_processor_for_the_places_that_are_needed(few, rows, chosen, groups):
+    tree = PrefixTree.of(rows)
+    needed = np.random.default_rng(chosen).permutation(len(tree))[: 1 + chosen % len(tree)]
+    leaves = inputs(tree, groups=groups)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_kernels, "FEW", few)
+        out = TreeAttention(tree, CPU, needed=needed)(*leaves, last=True)
+    assert error(tree, out, leaves, needed=needed) < 1e-12
+    assert torch.isfinite(out).all()
+
+
+def test_what_is_not_needed_is_passed_over():
+    trunk = np.arange(1000)
+    tree = PrefixTree.of([np.concatenate([trunk, 2000 + np.arange(n, n + 100)]) for n in (0, 200, 400)])
+    stretches = Cascade(tree, CPU, needed=np.array([999, 1050, 1250])).stretches
+    spans = [(one.queries.start, one.queries.stop, one.keys.start, one.keys.stop) for one in stretches]
+    assert spans == [
+        (999, 1300, 0, 1000),  # the last of the trunk, and all that follow it
+        (1050, 1100, 1000, 1051),
+        (1051, 1100, 1051, 1100),
+        (1250, 1300, 1200, 1251),  # nothing in the second branch is needed
+        (1251, 1300, 1251, 1300),
+    ]
 
 
 class Plain:

@@ -89,7 +89,7 @@ class Head:
 
     def _through_module(self, hidden: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
         vocabulary = self.module.out_features if hasattr(self.module, "out_features") else 2**17
-        size = tokens_a_tile(hidden.device, vocabulary)
+        size = tokens_a_tile(hidden.device, vocabulary, len(hidden))
         parts = [
             checkpoint(
                 self._tile_by_module, hidden[start : start + size], targets[start : start + size], use_reentrant=False
@@ -99,13 +99,17 @@ class Head:
         return torch.cat([logps for logps, _ in parts]), torch.cat([values for _, values in parts]) if entropy else None
 
     def _tile_by_module(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logps = torch.log_softmax(self.logits(hidden), -1)
+        return logps.gather(1, targets[:, None])[:, 0], -(logps.exp() * logps).sum(-1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """All of them, for a few hidden states."""
         scale, softcap, temperature = self.form
         logits = self.module(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        logps = torch.log_softmax(logits / temperature, -1)
-        return logps.gather(1, targets[:, None])[:, 0], -(logps.exp() * logps).sum(-1)
+        return logits / temperature
 
 
 def _with_surrogate(logps: Tensor, entropies: Tensor | None, slope: Slope | None) -> Scores:
@@ -163,8 +167,8 @@ class _Selected(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         frozen = ctx.needs_input_grad[0] and not any(ctx.needs_input_grad[1:3])
         states, matrix, offset = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        size = tokens_a_tile(hidden.device, len(weight))
-        tile = tile_for(hidden.device, dtype, min(size, len(hidden)), len(weight), form)
+        size = tokens_a_tile(hidden.device, len(weight), len(hidden))
+        tile = tile_for(hidden.device, dtype, size, len(weight), form)
         statistics = torch.promote_types(dtype, torch.float32)
         logps = torch.empty(len(hidden), device=hidden.device, dtype=statistics)
         entropies = torch.empty_like(logps) if entropy else None
@@ -191,8 +195,8 @@ class _Selected(torch.autograd.Function):
         dtype = ctx.dtype
         states, matrix, offset = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         gradient = _Gradient(ctx.needs_input_grad, hidden, matrix, offset, dtype)
-        size = tokens_a_tile(hidden.device, len(weight))
-        tile = tile_for(hidden.device, dtype, min(size, len(hidden)), len(weight), ctx.form)
+        size = tokens_a_tile(hidden.device, len(weight), len(hidden))
+        tile = tile_for(hidden.device, dtype, size, len(weight), ctx.form)
         slopes = torch.zeros(len(hidden), device=hidden.device) if slopes is None else slopes
         for start in range(0, len(hidden), size):
             chosen = slice(start, start + size)
@@ -211,8 +215,8 @@ class _Formed(torch.autograd.Function):
                 dtype: torch.dtype, entropy: bool, slope: Slope) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         states, matrix, offset = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         gradient = _Gradient(ctx.needs_input_grad, hidden, matrix, offset, dtype)
-        size = tokens_a_tile(hidden.device, len(weight))
-        tile = tile_for(hidden.device, dtype, min(size, len(hidden)), len(weight), form)
+        size = tokens_a_tile(hidden.device, len(weight), len(hidden))
+        tile = tile_for(hidden.device, dtype, size, len(weight), form)
         logps = torch.empty(len(hidden), device=hidden.device, dtype=torch.promote_types(dtype, torch.float32))
         entropies = torch.empty_like(logps) if entropy else None
         surrogate = logps.new_zeros(())

@@ -78,10 +78,10 @@ def packed_scores(
     """The scores of the pairs, by one call of a model that carries packed passes (`carry_packed_passes`)."""
 
     def run(model: Any) -> Scores:
-        hidden = packed_hidden(model, packed.tree, backend=packing.backend, compiled=packing.compiled)
+        hidden = packed_hidden(model, packed.tree, needed=packed.index, backend=packing.backend, compiled=packing.compiled)
         head = Head.of(model, temperature=packing.temperature, float32=packing.float32_head)
-        index, targets = (torch.as_tensor(one, device=hidden.device) for one in (packed.index, packed.targets))
-        return head.score(hidden.index_select(0, index), targets, entropy=entropy, slope=slope)
+        targets = torch.as_tensor(packed.targets, device=hidden.device)
+        return head.score(hidden, targets, entropy=entropy, slope=slope)
 
     return model(packed_pass=run)
 

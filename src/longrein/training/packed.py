@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
@@ -23,7 +23,9 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from longrein.contract import LongreinError
-from longrein.training.tree import PrefixTree
+from longrein.training.head import Head
+from longrein.training.last_layer import LastLayer
+from longrein.training.tree import Ints, PrefixTree
 from longrein.training.tree_attention import TreeAttention, can_compile
 
 logger = logging.getLogger(__name__)
@@ -44,36 +46,51 @@ class Unpackable(LongreinError):
     """The model does something between tokens that a packed pass would get wrong."""
 
 
-def packed_hidden(model: nn.Module, tree: PrefixTree, *, backend: str = "auto", compiled: bool | None = None) -> Tensor:
-    """(N, hidden) the decoder's last hidden state, after its final norm, of each token of the tree; gradients flow.
+def packed_hidden(
+    model: nn.Module,
+    tree: PrefixTree,
+    *,
+    needed: Ints | None = None,
+    backend: str = "auto",
+    compiled: bool | None = None,
+) -> Tensor:
+    """(N, hidden) the decoder's last hidden state, after its final norm, of each token of the tree (of those at the places
+    `needed`, in their order, where they are said); gradients flow.
 
     `model` is a causal language model, bare or with PEFT adapters, for which `way_for` says `tree` (or `packed`, for a
     tree made with `share=False`). With `compiled`, what its layers do around their attention is compiled at first use,
     which takes half a minute and makes a pass a third faster on a GPU: there it is the default, for layers that compile.
     """
     decoder = decoder_of(model)
-    if compiled is not None:
+    on_gpu = next(decoder.parameters()).device.type == "cuda"
+    if compiled is None:
+        compiled = on_gpu and can_compile() and _compiles(model)
+    if needed is None:
         return _hidden(model, tree, backend, compiled)
-    if next(decoder.parameters()).device.type != "cuda" or not can_compile() or decoder in _uncompilable:
-        return _hidden(model, tree, backend)
-    from torch._dynamo.exc import TorchDynamoException
-
-    try:
-        return _hidden(model, tree, backend, compiled=True)
-    except TorchDynamoException as error:
-        _uncompilable.add(decoder)
-        logger.warning("the layers of %s run as they are, since they do not compile: %s", type(decoder).__name__, error)
-        return _hidden(model, tree, backend)
+    places, order = np.unique(needed, return_inverse=True)
+    spare = not compiled and not on_gpu and len(places) > 0 and _spares(model)
+    hidden = _hidden(model, tree, backend, compiled, needed=places if spare else None)
+    return hidden.index_select(0, torch.as_tensor(places[order], device=hidden.device))
 
 
-def _hidden(model: nn.Module, tree: PrefixTree, backend: str, compiled: bool = False, reach: int = 0) -> Tensor:
+def _hidden(
+    model: nn.Module,
+    tree: PrefixTree,
+    backend: str,
+    compiled: bool = False,
+    reach: int = 0,
+    needed: Ints | None = None,
+) -> Tensor:
     decoder = decoder_of(model)
     device = next(decoder.parameters()).device
     if not len(tree):
         raise LongreinError("there is no token to forward: every row given is empty")
-    attention = TreeAttention(tree, device, backend)
+    attention = TreeAttention(tree, device, backend, needed)
     ids, positions = (torch.as_tensor(array, device=device)[None] for array in (tree.ids, tree.positions))
     lead = _Lead(decoder, attention, max(reach, attention.longest), _compiled_layers(decoder) if compiled else ())
+    if needed is not None:
+        last = LastLayer(decoder, torch.as_tensor(needed, device=device), len(tree))
+        lead = lead._replace(forwards=last.forwards, last=last.modules)
     with _led(lead), _checkpoints_led(lead):
         # a mask of ones says that nothing is padding; without it positions that jump would be taken for packed rows
         output = decoder(input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=positions, use_cache=False)
@@ -147,23 +164,23 @@ REACH = 1 << 17
 def _difference(model: nn.Module, *, share: bool) -> str:
     """Where a packed pass over a few short rows differs from a plain pass over each; empty where it does not.
 
-    Every module's output is compared and not the last one's only: what comes out of a fresh model's new layer may be
+    Every module's output is compared and not the logits only: what comes out of a fresh model's new layer may be
     multiplied by zero today.
     """
     decoder = decoder_of(model)
-    size = model.get_input_embeddings().num_embeddings  # pyright: ignore[reportCallIssue]
-    rows = _trial_rows(min(size, 1000))
+    rows = _trial_rows(_vocabulary(model))
     tree = PrefixTree.of(rows, share=share)
     device = next(decoder.parameters()).device
     places = torch.as_tensor(np.concatenate(tree.places), device=device)
     with _evaluating(model), torch.no_grad(), torch.autocast(device.type, enabled=False):
         with _outputs(decoder) as packed:
-            _hidden(model, tree, "auto", reach=REACH)
+            hidden = _hidden(model, tree, "auto", reach=REACH)
+        packed["its output head"] = [Head.of(model).logits(hidden)[None].to(hidden.dtype)]
         plain = []
         for row in rows:
             with _outputs(decoder) as outputs:
-                model(input_ids=torch.as_tensor(row, device=device)[None], use_cache=False)
-            plain.append(outputs)
+                result = model(input_ids=torch.as_tensor(row, device=device)[None], use_cache=False)
+            plain.append(outputs | {"its output head": [result.logits]})
     for name, results in packed.items():
         for index, result in enumerate(results):
             if result.shape[:2] != (1, len(tree)):  # not by token: a router's choices, an expert's share
@@ -175,6 +192,10 @@ def _difference(model: nn.Module, *, share: bool) -> str:
             if not error < TOLERANCE.get(result.dtype, 0.1):
                 return f"a packed pass changes what {name or type(decoder).__name__} gives by {error:.2g}"
     return ""
+
+
+def _vocabulary(model: nn.Module) -> int:
+    return min(model.get_input_embeddings().num_embeddings, 1000)  # pyright: ignore[reportCallIssue]
 
 
 def _trial_rows(size: int) -> list[np.ndarray]:
@@ -241,8 +262,10 @@ class _Lead(NamedTuple):
     decoder: nn.Module
     attention: TreeAttention
     reach: int
-    compiled: Sequence[tuple[nn.Module, Callable[..., Any]]] = ()
-    """Layers, and what runs in place of their `forward`."""
+    forwards: Sequence[tuple[nn.Module, Callable[..., Any]]] = ()
+    """Modules, and what runs in place of their `forward`."""
+    last: Collection[nn.Module] = ()
+    """The modules of the last layer, where its results are of use at some places alone."""
     memo: _Memo | None = None
     """Of the layer that runs, where it may run again."""
 
@@ -270,10 +293,10 @@ def _led(lead: _Lead) -> Iterator[None]:
     before = [(config, config._attn_implementation_internal) for config in _configs(lead.decoder)]
     outer = getattr(_state, "lead", None)
     _state.lead = lead
-    forwards = [(vars(layer), vars(layer).get("forward")) for layer, _ in lead.compiled]
+    forwards = [(vars(layer), vars(layer).get("forward")) for layer, _ in lead.forwards]
     for config, _ in before:
         config._attn_implementation_internal = NAME
-    for layer, forward in lead.compiled:
+    for layer, forward in lead.forwards:
         vars(layer)["forward"] = forward
     try:
         yield
@@ -285,7 +308,6 @@ def _led(lead: _Lead) -> Iterator[None]:
             attributes.pop("forward") if forward is None else attributes.update(forward=forward)
 
 
-_uncompilable: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _compiled: weakref.WeakKeyDictionary[nn.Module, list[tuple[nn.Module, Callable[..., Any]]]] = weakref.WeakKeyDictionary()
 
 
@@ -295,6 +317,60 @@ def _compiled_layers(decoder: nn.Module) -> list[tuple[nn.Module, Callable[..., 
         layers = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
         _compiled[decoder] = [(layer, torch.compile(layer.forward, dynamic=True)) for layer in layers]
     return _compiled[decoder]
+
+
+_compile: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
+def _compiles(model: nn.Module) -> bool:
+    """Whether the decoder's layers compile, forward and backward; it is tried once, on a few rows, and said where they do not."""
+    decoder = decoder_of(model)
+    if decoder not in _compile:
+        trained = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
+        try:
+            with torch.enable_grad(), _unchecked(decoder):
+                hidden = _hidden(model, PrefixTree.of(_trial_rows(_vocabulary(model))), "auto", compiled=True)
+                if hidden.requires_grad:
+                    torch.autograd.grad(hidden.float().sum(), trained, allow_unused=True)
+            _compile[decoder] = True
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a compiler runs into, the layers as they are stand
+            _compile[decoder] = False
+            logger.warning("the layers of %s run as they are, since they do not compile: %s", type(decoder).__name__, error)
+    return _compile[decoder]
+
+
+@contextmanager
+def _unchecked(decoder: nn.Module) -> Iterator[None]:
+    """Without gradient checkpointing, of which some kinds bear no gradients but those of a whole backward pass."""
+    checked = [module for module in decoder.modules() if getattr(module, "gradient_checkpointing", False)]
+    for module in checked:
+        vars(module)["gradient_checkpointing"] = False
+    try:
+        yield
+    finally:
+        for module in checked:
+            vars(module)["gradient_checkpointing"] = True
+
+
+_spare: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
+def _spares(model: nn.Module) -> bool:
+    """Whether the decoder's last layer gives the same where it is computed for some tokens alone; tried once, on a few rows."""
+    decoder = decoder_of(model)
+    if decoder not in _spare:
+        tree = PrefixTree.of(_trial_rows(_vocabulary(model)))
+        needed = np.arange(2, len(tree), 3)
+        with _evaluating(model), torch.no_grad(), torch.autocast(next(decoder.parameters()).device.type, enabled=False):
+            whole = _hidden(model, tree, "auto")[needed].float()
+            try:
+                apart = (_hidden(model, tree, "auto", needed=needed)[needed].float() - whole).norm() / whole.norm()
+            except Exception:  # whatever it runs into, the whole layer stands
+                apart = torch.inf
+        _spare[decoder] = bool(apart < TOLERANCE.get(model.dtype, 0.1))
+    return _spare[decoder]
 
 
 @contextmanager
@@ -352,7 +428,8 @@ def _attend(
         raise Unpackable(f"{name} gives its attention {', '.join(extra)}, which is not known here")
     window = int(attention_mask)
     kept = lead.memo.next() if lead.memo else None
-    return lead.attention(query, key, value, scale=scaling, window=window or None, softcap=softcap, kept=kept), None
+    how: dict[str, Any] = {"scale": scaling, "window": window or None, "softcap": softcap}
+    return lead.attention(query, key, value, **how, kept=kept, last=module in lead.last), None
 
 
 def _mask(*args: Any, mask_function: Callable[..., Tensor], **kwargs: Any) -> Tensor:

@@ -37,10 +37,12 @@ def tile_for(device: torch.device, dtype: torch.dtype, tokens: int, vocabulary: 
     return Tile(device, dtype, tokens, vocabulary, form)
 
 
-def tokens_a_tile(device: torch.device, vocabulary: int) -> int:
-    """On a GPU large matrix products, on a CPU what its caches hold."""
+def tokens_a_tile(device: torch.device, vocabulary: int, tokens: int) -> int:
+    """On a GPU large matrix products, on a CPU what its caches hold; no tile is much smaller than the others."""
     elements, least, most = (2**29, 256, 8192) if device.type == "cuda" else (2**23, 16, 1024)
-    return max(least, min(most, elements // vocabulary // 16 * 16))
+    fits = max(least, min(most, elements // vocabulary // 16 * 16))
+    tiles = max(1, -(-tokens // fits))
+    return max(16, -(-tokens // tiles // 16) * 16)
 
 
 class Tile:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from longrein.contract import LongreinError
-from longrein.training.tree import PrefixTree
+from longrein.training.tree import Ints, PrefixTree
 from longrein.training.tree_kernels import Attend, Cascade, Varlen, at_least_float32
 
 BACKENDS = ("auto", "varlen", "flex", "sdpa")
@@ -28,16 +28,18 @@ class TreeAttention:
 
     Back ends: `varlen` (flash attention over uneven sequences: CUDA, half precision), `flex` (FlexAttention: CUDA with
     triton), `sdpa` (anything: flash kernels on a processor, else segment by segment), `auto` for the first that can.
+    `needed` are the places whose results are of use in a call that says `last`.
     """
 
-    def __init__(self, tree: PrefixTree, device: torch.device, backend: str = "auto") -> None:
+    def __init__(self, tree: PrefixTree, device: torch.device, backend: str = "auto", needed: Ints | None = None) -> None:
         if backend not in BACKENDS:
             raise LongreinError(f"no attention back end is called {backend!r}; there are: {', '.join(BACKENDS)}")
         self.tree = tree
         self.device = device
         self.backend = backend
         self.longest = int(tree.positions.max(initial=-1)) + 1
-        self._prepared: dict[tuple[Any, int | None], Any] = {}
+        self._needed = needed
+        self._prepared: dict[tuple[Any, ...], Any] = {}
 
     def __call__(
         self,
@@ -49,6 +51,7 @@ class TreeAttention:
         window: int | None = None,
         softcap: float | None = None,
         kept: list[Tensor] | None = None,
+        last: bool = False,
     ) -> Tensor:
         """(1, heads, N, width) queries over keys and values to (1, N, heads, width).
 
@@ -69,10 +72,11 @@ class TreeAttention:
             return self._prepare(Flex, window)(query, key, value, scale, softcap).transpose(1, 2)
         grouped = [_grouped(tensor, key.shape[1]) for tensor in (query, key, value)]
         if self.device.type == "cpu" and window is None and softcap is None and query.shape[-1] == value.shape[-1]:
-            out = _attend(*grouped, self._prepare(Cascade), scale, kept)
+            cascade = self._prepare(Cascade, None, self._needed) if last else self._prepare(Cascade)
+            out = _attend(*grouped, cascade, scale, kept)
         else:
             out = self._by_segment(grouped[0], grouped[1], grouped[2], scale, window, softcap)
-        return out.flatten(0, 1).transpose(0, 1).unsqueeze(0)
+        return out.flatten(0, 1).transpose(0, 1).unsqueeze(0).contiguous()  # some models take a view of it
 
     def _backend_for(self, query: Tensor, value: Tensor, softcap: float | None) -> str:
         width = query.shape[-1]
@@ -88,10 +92,11 @@ class TreeAttention:
             )
         return self.backend if self.backend != "auto" else next(name for name, can in able.items() if can)
 
-    def _prepare(self, kind: Any, window: int | None = None) -> Any:
-        if (kind, window) not in self._prepared:
-            self._prepared[kind, window] = kind(self.tree, self.device, window)
-        return self._prepared[kind, window]
+    def _prepare(self, kind: Any, window: int | None = None, *more: Any) -> Any:
+        name = (kind, window, len(more))
+        if name not in self._prepared:
+            self._prepared[name] = kind(self.tree, self.device, window, *more)
+        return self._prepared[name]
 
     def _by_segment(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
