@@ -6,6 +6,7 @@ is there: such text is waited for with `expect`, never read at once.
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from pathlib import Path
@@ -288,6 +289,45 @@ def test_a_narrow_window_needs_no_sideways_scrolling(page: Any, address: str) ->
     for view in VIEWS:
         shown(page, address, view)
         assert page.evaluate("document.documentElement.scrollWidth") <= 380
+
+
+def test_held_out_tasks_stay_within_a_narrow_window(page: Any, serve: Any, tmp_path: Path, tokenizer: Any) -> None:
+    with RunWriter(tmp_path, seed=0) as writer:
+        for phase in ("before", "after"):
+            writer.write(Rollout(id=phase, env="AnEnvironmentOfALongName", reward=0.5, success=False), phase=phase)
+    page.set_viewport_size({"width": 380, "height": 700})
+    with serve(tmp_path) as address:
+        shown(page, address)
+        assert "AnEnvironmentOfALongName" in page.locator("section[aria-label='Held-out tasks']").inner_text()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 380
+
+
+def test_an_evaluation_is_told_by_environment_with_its_intervals(page: Any, serve: Any, tmp_path: Path) -> None:
+    for first in (0, 2):  # it was stopped and gone on with
+        with RunWriter(tmp_path, seed=0) as writer:
+            for number in range(first, first + 2):
+                won = number == 3
+                group = f"g{number % 2}"
+                task = {"word": f"word{number % 2}"}
+                writer.write(
+                    Rollout(f"r{number}", task, env="Echo", reward=float(won), success=won, group=group), phase="eval"
+                )
+    with serve(tmp_path) as address:
+        shown(page, address)
+        facts = page.locator(".facts").inner_text().split("\n")
+        assert facts[facts.index("success") - 1] == "25%", "over both times"
+        hardest = page.locator("section[aria-label='Tasks solved least']")
+        assert hardest.locator("tbody tr").all_inner_texts() == ["word: word0\t0 of 2\t0.00", "word: word1\t1 of 2\t0.50"]
+        assert page.locator("section[aria-label='Reward']").count() == 0, "there are no steps"
+        estimate = {"value": 0.25, "low": 0.05, "high": 0.7}
+        told = {"success": estimate, "reward": estimate, "pass_at_k": {"1": estimate, "2": {"value": 0.5}}}
+        (tmp_path / "eval.json").write_text(json.dumps({"complete": True, "overall": told, "by_env": {"Echo": told}}))
+        page.reload()
+        table = page.locator("section[aria-label='By environment']")
+        expect(table).to_contain_text("25% 5% to 70%")
+        expect(table).to_contain_text("pass@1 25% · pass@2 50%")
+        hardest.get_by_role("link").first.click()
+        listed(page, 2)
 
 
 def test_dark_and_light(page: Any, address: str) -> None:

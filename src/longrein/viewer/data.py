@@ -47,7 +47,7 @@ def overview(run: Run) -> dict[str, Any]:
         "sum(turns) AS turns, sum(branches > 1) AS forked FROM rollouts GROUP BY phase, step, session, env ORDER BY step"
     )
     last: dict[tuple[str, int], int] = {}  # a step that was done again after a restart counts as it was done last
-    for row in rows:
+    for row in (row for row in rows if row["phase"] != "eval"):  # an evaluation that goes on adds to what it has
         key = (row["phase"], row["step"])
         last[key] = max(last.get(key, 0), row["session"])
     return {
@@ -55,7 +55,13 @@ def overview(run: Run) -> dict[str, Any]:
         "name": run.folder.resolve().name,
         "live": is_live(run),
         "about": run.about(),
-        "series": [row for row in rows if row["session"] == last[row["phase"], row["step"]]],
+        "series": [row for row in rows if row["session"] == last.get((row["phase"], row["step"]), row["session"])],
+        "evaluated": _figures(run),
+        "hardest": run.rows(
+            'SELECT "group", substr(min(task), 1, 400) AS task, count(*) AS n, sum(success) AS solved, avg(reward) AS reward '
+            "FROM rollouts WHERE phase = 'eval' AND failed IS NULL GROUP BY \"group\" HAVING avg(success) < 1 "
+            "ORDER BY avg(success), avg(reward), min(number) LIMIT 10"
+        ),
         "metrics": run.metrics(),
         "failures": run.rows(
             "SELECT substr(failed, 1, 300) AS cause, count(*) AS n, max(number) AS last FROM rollouts "
@@ -65,6 +71,14 @@ def overview(run: Run) -> dict[str, Any]:
             'SELECT "limit", count(*) AS n FROM rollouts WHERE "limit" IS NOT NULL GROUP BY "limit" ORDER BY n DESC'
         ),
     }
+
+
+def _figures(run: Run) -> dict[str, Any] | None:
+    """What `longrein eval` made of the run, with its intervals, once it has."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        results = json.loads((run.folder / "eval.json").read_text())
+        return {name: results[name] for name in ("complete", "overall", "by_env")}
+    return None
 
 
 def listed(run: Run, of: Filter, *, page: int = 0, sort: str = "number", down: bool = True) -> dict[str, Any]:
@@ -120,7 +134,7 @@ def one(run: Run, number: int) -> dict[str, Any]:
         "next": following,
         "siblings": run.rows(
             'SELECT number, reward, success, failed IS NOT NULL AS failed, turns, tokens FROM rollouts WHERE "group" = ? '
-            "AND session = ? AND \"group\" != '' ORDER BY number",
+            "AND (session = ? OR phase = 'eval') AND \"group\" != '' ORDER BY number",
             (row["group"], row["session"]),
         ),
     }

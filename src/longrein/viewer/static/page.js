@@ -178,7 +178,14 @@ function draw(body, data) {
   const sum = (rows, key) => rows.reduce((total, row) => total + (row[key] || 0), 0);
   const last = (key) => (data.metrics[key] || []).at(-1)?.[1];
   const steps = data.about.config?.steps, done = Math.max(0, ...train.map((row) => row.step));
-  const facts = [
+  const mean = (key) => byStep(all, key)[0]?.[1];
+  const facts = evaluates(data) ? [
+    [percent(mean("success")), "success"],
+    [fixed(mean("reward"), 2), "reward"],
+    [short(sum(all, "n")), "rollouts"],
+    [short(sum(all, "tokens")), "tokens in all"],
+    [count(sum(all, "failed")), "failed"],
+  ] : [
     [steps ? `${count(done)} / ${count(steps)}` : count(done), "steps"],
     [fixed(last("reward"), 2), "reward, last step"],
     [percent(last("success")), "success, last step"],
@@ -202,7 +209,7 @@ function draw(body, data) {
     const rows = train.filter((row) => row.step === step), sampled = sum(rows, "sampled");
     return { step, parts: [sampled, sum(rows, "tokens") - sampled] };
   });
-  const cards = [
+  const cards = evaluates(data) ? [evaluation(data), hardest(data), failures(data)].filter(Boolean) : [
     card("Reward", lineChart("Reward", lines("reward"), fixed)),
     card("Success", lineChart("Success", lines("success"), percent, [0, 1])),
     card("Time of a step", barChart("Time of a step", split, ["rollouts", "training", "other"], ["rollout", "training", "other"], span)),
@@ -220,8 +227,39 @@ function draw(body, data) {
 function name(data) {
   document.title = `${data.name} · longrein`;
   document.getElementById("name").textContent = data.name;
-  const live = document.getElementById("live");
-  if (live.textContent !== (data.live ? "● training" : "")) live.textContent = data.live ? "● training" : "";
+  const live = document.getElementById("live"), doing = !data.live ? "" : evaluates(data) ? "● playing" : "● training";
+  if (live.textContent !== doing) live.textContent = doing;
+}
+
+function evaluates(data) {
+  return data.series.length > 0 && data.series.every((row) => row.phase === "eval");
+}
+
+function evaluation(data) {
+  const envs = [...new Set(data.series.map((row) => row.env))].sort();
+  const within = (estimate, show) => (estimate?.low == null ? null : make("span.soft", {}, ` ${show(estimate.low)} to ${show(estimate.high)}`));
+  const row = (label, rows, told) => {
+    const sum = (key) => rows.reduce((total, one) => total + (one[key] || 0), 0);
+    const mean = (key) => byStep(rows, key)[0]?.[1];
+    return make("tr", {}, make("td", {}, label), make("td.number", {}, count(sum("n"))),
+      make("td.number", {}, percent(told?.success?.value ?? mean("success")), within(told?.success, percent)),
+      make("td.number", {}, fixed(told?.reward?.value ?? mean("reward")), within(told?.reward, fixed)),
+      make("td.number", {}, fixed(sum("turns") / sum("n"), 1)));
+  };
+  const told = data.evaluated, passed = Object.entries(told?.overall.pass_at_k ?? {});
+  const head = ["environment", "rollouts", "success, 95%", "reward, 95%", "turns"];
+  return card("By environment", make("div", {},
+    make("table", {}, make("thead", {}, make("tr", {}, head.map((text, index) => make(index ? "th.number" : "th", { scope: "col" }, text)))),
+      make("tbody", {}, envs.map((env) => row(env, data.series.filter((one) => one.env === env), told?.by_env[env])), envs.length > 1 ? row("all", data.series, told?.overall) : null)),
+    passed.length > 1 ? make("p.soft", {}, passed.map(([k, estimate]) => `pass@${k} ${percent(estimate.value)}`).join(" · ")) : null), null, true);
+}
+
+function hardest(data) {
+  if (!data.hardest.length) return null;
+  return card("Tasks solved least", make("table", {},
+    make("thead", {}, make("tr", {}, ["task", "solved", "reward"].map((text, index) => make(index ? "th.number" : "th", { scope: "col" }, text)))),
+    make("tbody", {}, data.hardest.map((row) => make("tr", {}, make("td.task", {}, make("a", { href: `#/rollouts?${new URLSearchParams({ group: row.group })}` }, taskLine(row.task))),
+      make("td.number", {}, `${row.solved} of ${row.n}`), make("td.number", {}, fixed(row.reward)))))));
 }
 
 function byStep(rows, key) {
@@ -293,8 +331,10 @@ function frame(low, high, first, last, show, told, pad = 0) {
   const svg = make("svg.chart", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": told });
   const y = (value) => T + (H - T - B) * (1 - (value - low) / (high - low || 1));
   const x = (step) => (last === first ? (L + W - R) / 2 : L + pad + ((W - L - R - 2 * pad) * (step - first)) / (last - first));
-  for (let index = 0; index <= 4; index++) {
-    const value = low + ((high - low) * index) / 4;
+  const round = (value) => Math.abs(Number(value.toPrecision(1)) - value) < value * 1e-9;
+  const parts = [4, 5, 3].find((n) => round((high - low) / n)) ?? 4;  // a scale whose numbers need no rounding
+  for (let index = 0; index <= parts; index++) {
+    const value = low + ((high - low) * index) / parts;
     svg.append(make("line.grid", { x1: L, x2: W - R, y1: y(value), y2: y(value) }), make("text", { x: L - 6, y: y(value) + 4, "text-anchor": "end" }, show(value)));
   }
   const stride = Math.max(1, Math.ceil((last - first) / 8));
