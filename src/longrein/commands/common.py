@@ -15,6 +15,10 @@ from longrein.contract import LongreinError
 from longrein.training.settings import TINY
 
 
+class Stopped(Exception):
+    """Ctrl-C, after what was done is saved; says how to go on."""
+
+
 def checked_sandbox(choice: str) -> str:
     """The choice, if there is such; that programs run without one is said, whatever else is logged."""
     from longrein.harnesses.sandbox import CHOICES, logger

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+import shlex
 import typing
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from longrein.commands.common import checked_sandbox, import_from, model_folder, new_run_folder, point_latest
+from longrein.commands.common import Stopped, checked_sandbox, import_from, model_folder, new_run_folder, point_latest
 from longrein.commands.flags import said, with_settings
 from longrein.contract import LongreinError
 from longrein.training.settings import (
@@ -79,7 +79,11 @@ def _run(settings: Settings, run_file: Path | None, *, as_json: bool) -> None:
         try:
             summary = train(settings, folder, progress=display.event)
         except KeyboardInterrupt:
-            raise typer.Exit(_say_how_to_go_on(folder, run_file)) from None
+            raise Stopped(f"stopped; {_how_to_go_on(folder, run_file) or 'nothing was trained yet'}") from None
+        except Exception:
+            if how := _how_to_go_on(folder, run_file):
+                display.note(how)
+            raise
         point_latest(folder)
         if as_json:
             print(json.dumps({**summary, "folder": str(folder)}))
@@ -105,15 +109,16 @@ def _smoke(settings: Settings) -> Settings:
     return replace(settings, env_config=config, steps=3, tasks_per_step=2, num_generations=4, micro_batch=8, heldout=4)
 
 
-def _say_how_to_go_on(folder: Path, run_file: Path | None) -> int:
-    saved = any(folder.glob("checkpoints/checkpoint-*"))
-    if saved:
-        point_latest(folder)
+def _how_to_go_on(folder: Path, run_file: Path | None) -> str | None:
+    """The command that does; None where no step was trained."""
+    from longrein.training.interrupts import newest_checkpoint
+
+    if newest_checkpoint(folder) is None:
+        return None
+    point_latest(folder)
     # The run file's folder is where the modules it names are; its settings are in the run already.
-    beside = "" if run_file is None or run_file.parent.resolve() == Path.cwd() else f"{run_file} "
-    then = f"go on with: longrein train {beside}--resume {folder}" if saved else "nothing was trained yet"
-    print(f"\nlongrein: stopped; {then}", file=sys.stderr)
-    return 130
+    beside = [] if run_file is None or run_file.parent.resolve() == Path.cwd() else [str(run_file)]
+    return f"go on with: {shlex.join(['longrein', 'train', *beside, '--resume', str(folder)])}"
 
 
 def register(app: typer.Typer) -> None:

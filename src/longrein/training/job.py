@@ -10,8 +10,9 @@ import contextlib
 import dataclasses
 import json
 import logging
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from longrein.envs.hunt import TreasureHunt
 from longrein.noise import derive
 from longrein.runs.schema import FILE
 from longrein.training.config import GRPOEnvConfig
+from longrein.training.interrupts import Interrupts, newest_checkpoint
 from longrein.training.keeper import RunKeeper
 from longrein.training.settings import HUNTS, Settings
 from longrein.training.trainer import GRPOEnvTrainer
@@ -58,35 +60,35 @@ Progress = Callable[[dict[str, Any]], None]
 def train(settings: Settings, folder: Path, *, progress: Progress = lambda event: None) -> dict[str, Any]:
     """Run a job into `folder` and give its summary. `progress` is told of every stage and step."""
     started = time.perf_counter()
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(settings), indent=2))
-    progress({"stage": "load", "model": settings.model})
-    agent = Agent.from_pretrained(
-        settings.model,
-        sampling=Sampling(temperature=settings.temperature),
-        seed=settings.seed,
-        engine=engine_of(settings),
-    )
-    if agent.tokenizer.pad_token_id is None:
-        agent.tokenizer.pad_token = agent.tokenizer.eos_token
+    if (folder / FILE).exists() and not settings.resume:
+        raise LongreinError(
+            f"{folder} holds a run already; go on with it (--resume {folder}) or give this one another --out"
+        )
     train_rows, heldout_rows = datasets_of(settings)
-    trainer = make_trainer(settings, agent, train_rows, folder)
+    with _only_if_used(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        progress({"stage": "load", "model": settings.model})
+        agent = load_agent(settings)
+        trainer = make_trainer(settings, agent, train_rows, folder)
+    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(settings), indent=2))
     trainer.add_callback(_Report(folder, progress))
     keeper = RunKeeper(trainer, folder)
     trainer.add_callback(keeper)
+    trainer.add_callback(interrupts := Interrupts(trainer))
     with contextlib.closing(keeper):
         progress({"stage": "before", "tasks": len(heldout_rows)})
         trainer.sync_weights()
         with keeper.phase("before", 0):
             before = evaluate(agent, heldout_rows, seed=settings.seed)
         progress({"stage": "train", "steps": settings.steps, "before": before})
+        checkpoint = newest_checkpoint(folder) if settings.resume else None
         try:
-            trainer.train(resume_from_checkpoint=True if settings.resume else None)
-        except KeyboardInterrupt:
-            if trainer.state.global_step:
-                trainer._save_checkpoint(trainer.model, trial=None)
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        except BaseException as error:
+            _save_all_the_same(interrupts, error)
             raise
-        trainer.save_model(str(folder / "model"))
+        with interrupts.held():
+            trainer.save_model(str(folder / "model"))
         progress({"stage": "after", "tasks": len(heldout_rows)})
         trainer.sync_weights()
         with keeper.phase("after", trainer.state.global_step):
@@ -110,6 +112,35 @@ def train(settings: Settings, folder: Path, *, progress: Progress = lambda event
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=2))
     return summary
+
+
+@contextlib.contextmanager
+def _only_if_used(folder: Path) -> Iterator[None]:
+    """A folder that was made for a run which could not begin is gone again."""
+    there = folder.exists()
+    try:
+        yield
+    except BaseException:
+        if not there:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _save_all_the_same(interrupts: Interrupts, error: BaseException) -> None:
+    try:
+        interrupts.save()
+    except Exception as unsaved:
+        why = "it was stopped" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
+        raise LongreinError(f"the run ended ({why}) and could not be saved: {type(unsaved).__name__}: {unsaved}") from error
+
+
+def load_agent(settings: Settings) -> Agent:
+    """The policy, with the engine that samples from it."""
+    sampling = Sampling(temperature=settings.temperature)
+    agent = Agent.from_pretrained(settings.model, sampling=sampling, seed=settings.seed, engine=engine_of(settings))
+    if agent.tokenizer.pad_token_id is None:
+        agent.tokenizer.pad_token = agent.tokenizer.eos_token
+    return agent
 
 
 def engine_of(settings: Settings) -> VLLMEngine | None:
@@ -146,7 +177,9 @@ def make_trainer(settings: Settings, agent: Agent, rows: Any, folder: Path) -> G
         seed=settings.seed,
         report_to=list(settings.report_to),
         logging_steps=1,
-        save_strategy="no",
+        save_strategy="steps" if settings.save_steps else "no",
+        save_steps=settings.save_steps or 1,
+        save_total_limit=2,  # one is whole while the next is written
         disable_tqdm=True,
         use_cpu=cpu,
         bf16=not cpu,
@@ -280,6 +313,12 @@ class _Report(TrainerCallback):
     def __init__(self, folder: Path, progress: Progress) -> None:
         self._path = folder / "metrics.jsonl"
         self._progress = progress
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Steps that are done again after a kill are told once."""
+        if state.is_world_process_zero and self._path.exists():
+            told = [line for line in self._path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            self._path.write_text("".join(line for line in told if json.loads(line)["step"] <= state.global_step))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if state.is_world_process_zero and logs and "reward" in logs:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longrein.contract import LongreinError
+from longrein.harnesses.catalog import harness
 
 if TYPE_CHECKING:
     from longrein.training.advantages import AdvantageName
@@ -71,6 +72,7 @@ class Settings:
     heldout: int = _setting(128, "Tasks kept for the before / after table.", least=0)
     program_share: float = _setting(0.0, "Share of the hunts played by the ReAct program, as a process.", least=0, most=1)
     sandbox: str = _setting("auto", "Where agent programs run: auto (bubblewrap where it works), bubblewrap, or none.")
+    save_steps: int = _setting(20, "Steps between checkpoints, to go on from; 0 saves only a run that is stopped.", least=0)
     seed: int = _setting(0, "Seed of tasks, order and sampling.")
     vllm: tuple[str, ...] = _setting(
         (), "Url of a `longrein serve-vllm` server of this model, to sample there; may be said several times."
@@ -150,6 +152,7 @@ def _with_program(settings: Settings) -> Settings:
         if settings.verify is not None:
             raise SettingError("verify is said and harness is not; it judges what an agent program left")
         return settings
+    harness(settings.harness)  # refused here where there is none of that name
     env = "longrein.envs.HarnessEnv" if settings.env in HUNTS else settings.env
     if env == "longrein.envs.HarnessEnv" and (settings.verify is None or settings.tasks is None):
         raise SettingError(
@@ -195,7 +198,7 @@ def _in_words(kind: Any, about: Mapping[str, Any]) -> str:
 
 def saved_settings(folder: Path) -> dict[str, Any]:
     """The settings of a run that was stopped."""
-    if not any(folder.glob("checkpoints/checkpoint-*")):
+    if not any(folder.glob("checkpoints/checkpoint-*/longrein_state_0.pt")):
         raise LongreinError(f"{folder} holds no checkpoint to go on from; `longrein train` starts a new run")
     saved = json.loads((folder / "config.json").read_text())
     return {name: value for name, value in saved.items() if name in setting_types()}

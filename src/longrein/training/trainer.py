@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -366,9 +367,13 @@ class GRPOEnvTrainer(TrajectoryLoss):
         if self._last_update.global_step == at.global_step:  # stopped in the middle of an update: it is done again
             at = self._last_update
             self.state.num_input_tokens_seen = at.tokens_seen
-        super()._save_checkpoint(model, trial)
         folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+        ours = folder / STATE_FILE.format(rank=self.accelerator.process_index)
+        ours.unlink(missing_ok=True)  # it comes last: a checkpoint that has it is whole
+        super()._save_checkpoint(model, trial)
         folder.mkdir(parents=True, exist_ok=True)
+        if self.args.sync_ref_model and self.args.should_save:
+            torch.save(self.accelerator.unwrap_model(self.ref_model).state_dict(), folder / REFERENCE_FILE)
         cycle = (self.args.steps_per_generation or 1) * self.num_iterations
         at_hand = at.step % cycle != 0 and at.step // cycle == self._step // cycle
         state = {
@@ -376,9 +381,8 @@ class GRPOEnvTrainer(TrajectoryLoss):
             "processes": self.accelerator.num_processes,
             "buffered_inputs": self._buffered_inputs if at_hand else None,
         }
-        torch.save(state, folder / STATE_FILE.format(rank=self.accelerator.process_index))
-        if self.args.sync_ref_model and self.args.should_save:
-            torch.save(self.accelerator.unwrap_model(self.ref_model).state_dict(), folder / REFERENCE_FILE)
+        torch.save(state, partial := ours.with_suffix(".part"))
+        os.replace(partial, ours)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
