@@ -18,11 +18,12 @@ MODEL ?= tiny
 TRAIN_FLAGS_tiny = --model .cache/tiny --program-share 0.125
 TRAIN_FLAGS_smollm2 = --model .cache/smollm2 --smoke
 
-.PHONY: help train sandbox browser harnesses test test-docs test-harnesses test-vllm check docs format bench bench-peers clean
+.PHONY: help train sandbox browser harnesses test test-docs test-harnesses test-install test-vllm check docs format bench bench-peers clean
 help:
 	@echo "make train [SEED=0] [MODEL=tiny|smollm2]   train and show before / after on held-out tasks"
 	@echo "make test                                  all tests, lint and types"
 	@echo "make test-harnesses                        every agent program that longrein knows, run for real"
+	@echo "make test-install                          the wheel in empty environments, with all it asks for from the index"
 	@echo "make test-vllm                             tests against a real vLLM, in an environment of its own"
 	@echo "make test-docs                             every command that README and docs show, the slow ones too"
 	@echo "make docs                                  the documentation as a site, in site/"
@@ -46,6 +47,9 @@ test-docs: $(READY) sandbox harnesses $(VLLM_READY) .cache/tokenizers/qwen3/toke
 
 docs: $(READY)
 	$(BIN)/mkdocs build --strict
+
+test-install: $(READY) $(TINY)
+	TORCH="$(TORCH)" $(BIN)/pytest -m installs tests/packaging --durations=0
 
 # One agent program a dialect; all of them for `make test-harnesses`.
 HARNESSES = pi codex claude-code gemini-cli

@@ -43,13 +43,20 @@ def load_tasks(source: str, *, env_class_path: str | None = None, env_config: di
 
     Rows without `env_class_path` are task data for the given environment.
     """
-    from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+    return task_dataset(read_tasks(source, env_class_path=env_class_path, env_config=env_config))
 
+
+def read_tasks(
+    source: str, *, env_class_path: str | None = None, env_config: dict[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    """The rows of `load_tasks` as they are; those of a JSONL file are read without the `datasets` library."""
     path = Path(source)
     if path.suffix in (".jsonl", ".json", ".ndjson") and path.is_file():
         with path.open() as lines:
             rows = [_json_line(line, number, source) for number, line in enumerate(lines, 1) if line.strip()]
     else:
+        from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+
         if (path.suffix == ".parquet" and path.is_file()) or path.is_dir():
             try:
                 loaded = load_from_disk(str(path)) if path.is_dir() else Dataset.from_parquet(str(path))
@@ -57,6 +64,8 @@ def load_tasks(source: str, *, env_class_path: str | None = None, env_config: di
                 raise LongreinError(f"{source!r} cannot be read: {type(error).__name__}: {error}") from error
         elif path.suffix in (".jsonl", ".json", ".ndjson", ".parquet"):
             raise LongreinError(f"there is no file {source!r}")
+        elif path.is_file():
+            raise LongreinError(f"the file {source!r} must end in .jsonl or .parquet: the ending says how it is read")
         else:
             name, _, split = source.partition(":")
             try:
@@ -85,7 +94,7 @@ def load_tasks(source: str, *, env_class_path: str | None = None, env_config: di
             }
             for row in rows
         ]
-    return task_dataset(rows)
+    return [checked_row(row, index) for index, row in enumerate(rows)]
 
 
 def checked_row(row: dict[str, Any], index: int) -> dict[str, Any]:
