@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import sqlite3
 import subprocess
@@ -23,7 +22,7 @@ from longrein.engines.scripted import ScriptedEngine
 from longrein.proxy import InterceptionServer
 from longrein.recorder import Recorder
 from longrein.rendering import rendering_for
-from longrein.runs import Run
+from longrein.runs import Run, RunWriter
 
 ENVIRONMENT = """
 from longrein import Environment, Episode, Step
@@ -153,39 +152,73 @@ def test_a_model_from_a_run_file(project: Path, folder: Any, monkeypatch: Any, c
 
 
 class Stuck(ScriptedEngine):
-    """Answers the first words and never the others."""
+    """Answers the first words, and the others once it is told to."""
+
+    stuck = True
 
     async def sample(self, request: Any) -> Any:
-        if not request.messages[-1]["content"].startswith(("Say word0.", "Say word1.")):
-            await asyncio.Event().wait()
+        while self.stuck and not request.messages[-1]["content"].startswith(("Say word0.", "Say word1.")):
+            await asyncio.sleep(0.01)
         return await super().sample(request)
 
 
-def test_ctrl_c_keeps_the_figures_of_what_was_played(project: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_what_was_played_is_kept_and_the_same_command_goes_on(
+    number: int, project: Path, monkeypatch: Any, capsys: Any
+) -> None:
     rendering = rendering_for(Bytes(), "qwen3")
-    recorder = Recorder(Stuck(says_even_words, rendering), rendering)
+    engine = Stuck(says_even_words, rendering)
+    recorder = Recorder(engine, rendering)
     recorder.open("r")
     with InterceptionServer() as server:
-        env = {**os.environ, "OPENAI_API_KEY": server.open("r", recorder=recorder)}
-        command = [sys.executable, "-c", "from longrein.cli import main; main()", "eval", "--endpoint", server.url + "/v1"]
+        monkeypatch.setenv("OPENAI_API_KEY", server.open("r", recorder=recorder))
+        flags = ["--endpoint", server.url + "/v1", "--model", "m", "--env", "echoes.Echo", "--count", "6", "--out", "cut"]
         with subprocess.Popen(
-            [*command, "--model", "m", "--env", "echoes.Echo", "--count", "6", "--out", "cut"],
-            cwd=project, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            [sys.executable, "-c", "from longrein.cli import main; main()", "eval", *flags],
+            cwd=project, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         ) as process:  # fmt: skip
             try:
                 deadline = time.monotonic() + 120
                 while not _played(project / "cut") and time.monotonic() < deadline and process.poll() is None:
                     time.sleep(0.05)
-                process.send_signal(signal.SIGINT)
+                process.send_signal(number)
                 shown, told = process.communicate(timeout=120)
             finally:
                 process.kill()
-    assert process.returncode == 130, told
-    assert "stopped after 2 of 6 rollouts; their figures are in" in told.replace("\n", " ")
-    assert "Traceback" not in told
-    results = json.loads((project / "cut/eval.json").read_text())
-    assert (results["complete"], results["overall"]["success"]["value"]) == (False, 0.5)
-    assert "50.0%" in shown
+        if number == signal.SIGINT:
+            assert process.returncode == 130, told
+            assert "stopped after 2 of 6 rollouts, which are kept in cut; go on with: longrein eval --endpoint" in told
+            assert "Traceback" not in told
+            results = json.loads((project / "cut/eval.json").read_text())
+            assert (results["complete"], results["overall"]["success"]["value"]) == (False, 0.5)
+            assert "50.0%" in shown
+        kept = {rollout.id for rollout in Run(project / "cut").rollouts()}
+        engine.stuck = False
+        assert run(monkeypatch, *flags) == 0
+        assert len(list(Run(project / "cut").rollouts())) == 6
+        assert "going on with cut: 2 rollouts were played before" in capsys.readouterr().err
+        assert run(monkeypatch, *flags, "--temperature", "0.5") == 2
+        assert "cut holds an evaluation with another temperature: 1.0, now 0.5" in capsys.readouterr().err
+        assert run(monkeypatch, *flags, "--rollouts", "2", "--json") == 0
+    results = json.loads(capsys.readouterr().out)
+    assert (results["complete"], results["overall"]["rollouts"]) == (True, 12)
+    rollouts = list(Run(project / "cut").rollouts())
+    assert kept <= {rollout.id for rollout in rollouts}
+    assert sorted(rollout.task["word"] for rollout in rollouts) == sorted(f"word{n}" for n in range(6) for _ in (0, 1))
+    assert len({rollout.group for rollout in rollouts}) == 6, "rollouts of a task stay together"
+    pieces = Run(project / "cut").pieces()
+    for rollout in rollouts:
+        (call,) = rollout.calls.values()
+        text = b"".join(pieces[int(token)] for token in call.context_ids).decode()
+        assert f"Say {rollout.task['word']}." in text, "ids mean what they meant"
+
+
+def test_a_training_run_is_not_evaluated_into(project: Path, monkeypatch: Any, capsys: Any) -> None:
+    (project / "trained").mkdir()
+    RunWriter(project / "trained").close()
+    flags = ["--endpoint", "http://127.0.0.1:1/v1", "--model", "m", "--env", "echoes.Echo", "--out", "trained"]
+    assert run(monkeypatch, *flags) == 2
+    assert "trained holds a run that is no evaluation" in capsys.readouterr().err
 
 
 def _played(folder: Path) -> bool:

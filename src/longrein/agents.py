@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from longrein.contract import Engine, LongreinError, Sampling
@@ -53,6 +53,8 @@ class Agent:
         self.history: History = history
         self.seed = seed
         """Changes from trial to trial; a rollout's seed is made of this, its task and its number."""
+        self.played: Mapping[int, Rollout] = {}
+        """Rollouts of an earlier time, by seed: these are not played again."""
         self.on_finish: Callable[[Rollout], None] | None = None
         """Told of each of this agent's rollouts as it ends, from whichever thread played it."""
 
@@ -66,9 +68,10 @@ class Agent:
             model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype or torch.float32)
             tokenizer = AutoTokenizer.from_pretrained(name_or_path)
         except (OSError, ValueError) as error:
+            cause = str(error).split("\n")[0].split(". ")[0]  # the rest is advice of the hub's client
             raise LongreinError(
                 f"the model {str(name_or_path)!r} cannot be loaded: it must be a folder that `save_pretrained` wrote, or a "
-                f"causal model's name on the hub ({error})"
+                f"causal model's name on the hub ({cause})"
             ) from error
         return cls(model, tokenizer, **kwargs)
 

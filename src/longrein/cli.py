@@ -7,15 +7,18 @@ Nothing heavy is imported before a command needs it.
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
+import signal
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from longrein.commands import evaluate, train
 from longrein.commands.check import check
+from longrein.commands.common import Stopped
 from longrein.commands.export import export
 from longrein.commands.init import init
 from longrein.commands.serve import serve
@@ -26,7 +29,6 @@ from longrein.harnesses import commands as harness_commands
 
 app = typer.Typer(
     help="Train language-model agents by reinforcement learning.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -57,22 +59,50 @@ def common(
 
 def main() -> None:
     """The `longrein` command: errors in one sentence, `--debug` for the traceback."""
-    words = sys.argv[1:]
+    words = sys.argv[1:] or ["--help"]
     ours = words[: words.index("--")] if "--" in words else words  # after it come another program's
     debug = "--debug" in ours
     rest = [word for word in ours if word != "--debug"]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what stops a service or a job ends it as Ctrl-C does
     try:
-        app([*(["--debug"] if debug else []), *rest, *words[len(ours) :]])
-    except KeyboardInterrupt:
-        _end(130, "stopped")
+        code = app([*(["--debug"] if debug else []), *rest, *words[len(ours) :]], standalone_mode=False)
+    except Stopped as stopped:
+        _end(130, str(stopped))
     except Exception as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # the help is printed
+            sys.exit(2)
         if debug:
             raise
-        if isinstance(error, LongreinError):
-            _end(2, str(error))
-        if isinstance(error, ModuleNotFoundError) and error.name in TRAINING:
-            _end(2, f"{error.name} is not installed; this needs `pip install 'longrein[train]'`")
-        _end(1, f"{type(error).__name__}: {error} (run with --debug for the traceback)")
+        _end(*_told(error))
+    if code == 130:  # what typer makes of Ctrl-C
+        _end(130, "stopped")
+    sys.exit(code or 0)
+
+
+def _told(error: Exception) -> tuple[int, str]:
+    """The exit code of what broke, and the sentence."""
+    if isinstance(error, LongreinError):
+        return 2, str(error)
+    if hasattr(error, "format_message"):
+        return 2, _misused(error)
+    if isinstance(error, ModuleNotFoundError) and error.name in TRAINING:
+        return 2, f"{error.name} is not installed; this needs `pip install 'longrein[train]'`"
+    if isinstance(error, OSError) and error.filename is not None:
+        return 1, f"{str(error.filename)!r} cannot be used: {error.strerror} (run with --debug for the traceback)"
+    return 1, f"{type(error).__name__}: {error} (run with --debug for the traceback)"
+
+
+def _misused(error: Any) -> str:
+    """Words of the command line that make no command."""
+    context, option = getattr(error, "ctx", None), getattr(error, "option_name", None)
+    if context is None:
+        return error.format_message()
+    where = f"see `{context.command_path} --help`"
+    if option is None or type(error).__name__ != "NoSuchOption":
+        return f"{error.format_message().rstrip('.')} ({where})"
+    known = [word for one in context.command.params for word in one.opts if word.startswith("--")]
+    near = difflib.get_close_matches(option.replace("_", "-"), known, n=1)
+    return f"there is no option {option}{f'. Did you mean {near[0]}?' if near else ''} ({where})"
 
 
 def _end(code: int, why: str) -> NoReturn:

@@ -1,7 +1,8 @@
 """An evaluation from tasks to a run folder: what `longrein eval` does, without its display.
 
-Always true of its folder: `run.sqlite` grows by every rollout as it ends, so that `longrein view` shows it; `eval.json` comes last
-and holds every task with its outcomes, the figures over them, and whether all of it was played.
+Always true of its folder: `run.sqlite` grows by every rollout as it ends, so that `longrein view` shows it and an evaluation that was
+stopped, or killed, goes on with what it has; `eval.json` comes last and holds every task with its outcomes, the figures over them,
+and whether all of it was played. All its rollouts are of one model, environment and seed.
 """
 
 from __future__ import annotations
@@ -20,10 +21,15 @@ from longrein.contract import LongreinError
 from longrein.envs.environment import Environment
 from longrein.figures import Scored, Task, figures, task_from_json
 from longrein.rollout import Rollout
-from longrein.runs import RunWriter
+from longrein.runs import Run, RunWriter
+from longrein.runs.reader import Filter
+from longrein.runs.schema import FILE
 from longrein.training.trials import collect, environment_class
 
 RESULTS = "eval.json"
+CONFIG = "config.json"
+SAME = ("model", "weights", "endpoint", "env", "env_config", "harness", "verify", "temperature", "seed")
+"""What an evaluation must have in common with the one it goes on with; which tasks, and how many rollouts of each, may change."""
 Row = dict[str, Any]
 
 
@@ -35,14 +41,21 @@ def evaluate(
     rollouts: int,
     pieces: Callable[[Iterable[int]], list[bytes]],
     about: Mapping[str, Any],
+    earlier: Iterable[Rollout] = (),
     progress: Callable[[Rollout], None] = lambda rollout: None,
 ) -> dict[str, Any]:
-    """Play every row `rollouts` times and write the results; what Ctrl-C cut off is written as far as it went."""
+    """Play every row `rollouts` times and write the results; what Ctrl-C cut off is written as far as it went. Rollouts of an
+    `earlier` time are taken as they are."""
     started = time.perf_counter()
-    ended: list[Rollout] = []
+    planned = _seeds(agent, rows, rollouts)
+    agent.played = {rollout.seed: rollout for rollout in earlier if rollout.seed in planned}
+    ended = list(agent.played.values())
+    for rollout in ended:
+        progress(rollout)
     complete = False
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG).write_text(json.dumps(dict(about), indent=2))
     with RunWriter(folder, pieces=pieces, seed=agent.seed) as writer:
-        (folder / "config.json").write_text(json.dumps(dict(about), indent=2))
 
         def finished(rollout: Rollout) -> None:
             if rollout.reward is not None or rollout.failed is not None:
@@ -65,9 +78,29 @@ def evaluate(
     return results
 
 
+def earlier_rollouts(folder: Path, about: Mapping[str, Any]) -> list[Rollout]:
+    """What an evaluation that was stopped left in its folder; refused where it is another. Rollouts that failed are played again."""
+    if not (folder / FILE).exists():
+        return []
+    try:
+        known = json.loads((folder / CONFIG).read_text())
+    except (OSError, ValueError):
+        known = {}
+    for name in SAME:
+        if name not in known:
+            raise LongreinError(f"{folder} holds a run that is no evaluation; give this one a folder of its own (--out)")
+        if known[name] != (now := json.loads(json.dumps(about[name]))):
+            raise LongreinError(
+                f"{folder} holds an evaluation with another {name}: {known[name]!r}, now {now!r}; give this one a folder of its own (--out)"
+            )
+    return list(Run(folder).rollouts(Filter(phase="eval", failed=False)))
+
+
 def read_results(path: Path) -> tuple[dict[str, Any], list[Task]]:
     """The results in a file or a folder that `longrein eval` wrote."""
     file = path / RESULTS if path.is_dir() else path
+    if not file.is_file():
+        raise LongreinError(f"{path} holds no results of `longrein eval`: there is no {file}")
     try:
         results = json.loads(file.read_text())
         return results, [task_from_json(task) for task in results["tasks"]]
@@ -82,6 +115,17 @@ def with_concurrency(rows: Sequence[Row], concurrency: int | None) -> list[Row]:
     ours = {path for path in {row["env_class_path"] for row in rows} if issubclass(environment_class(path), Environment)}
     own = {"concurrency": concurrency}
     return [{**row, "env_config": own | row["env_config"]} if row["env_class_path"] in ours else row for row in rows]
+
+
+def _seeds(agent: Agent, rows: Sequence[Row], rollouts: int) -> set[int]:
+    """What each rollout will be played with; without those that rollouts of two configurations share, which tell nothing."""
+    times: Counter[str] = Counter()
+    seeds: Counter[int] = Counter()
+    for row in rows:
+        key = json.dumps([row["env_class_path"], row["env_config"], row["task_data"]], sort_keys=True, default=str)
+        seeds.update(agent.rollout_seed(row["task_data"], times[key], index) for index in range(rollouts))
+        times[key] += 1
+    return {seed for seed, count in seeds.items() if count == 1}
 
 
 def _results(tasks: list[Task], about: Mapping[str, Any], *, complete: bool, seconds: float) -> dict[str, Any]:

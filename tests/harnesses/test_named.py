@@ -104,7 +104,7 @@ def test_the_list_says_what_is_there(folder: Path) -> None:
     assert line.count("0.74.2") == 2
     again = CliRunner().invoke(app, ["harness", "install", "pi"])
     assert "pi 0.74.2 is there" in again.output
-    with pytest.raises(HarnessError, match="it knows pi, codex"):
+    with pytest.raises(HarnessError, match="It knows pi, codex"):
         CliRunner().invoke(app, ["harness", "install", "vi"], catch_exceptions=False)
 
 

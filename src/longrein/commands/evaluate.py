@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from longrein.commands.common import checked_sandbox, import_from, model_folder, new_run_folder
+from longrein.commands.common import Stopped, checked_sandbox, import_from, model_folder, new_run_folder
 from longrein.commands.flags import said, with_settings
 from longrein.contract import LongreinError
 from longrein.training.settings import Settings, read_run_file, settings_from
@@ -24,7 +26,8 @@ SOME_FAILED = 3
 EXAMPLES = """Play tasks with a model or an OpenAI-compatible endpoint, many at once, and tell how well it does.
 
 Success with Wilson's interval, mean reward and pass@k (unbiased) with a bootstrap over tasks; the rollouts are in a run folder, for
-`longrein view`. A run file gives the settings that it shares with training. Exit code 3 when some rollouts failed on our side.
+`longrein view`. A run file gives the settings that it shares with training. The same command with the same --out goes on with an
+evaluation that was stopped or killed. Exit code 3 when some rollouts failed on our side.
 
 Examples: `longrein eval --model runs/latest/model --rollouts 4` · `longrein eval run.toml --heldout --model runs/latest/model` ·
 `longrein eval --endpoint https://api.example.com/v1 --model some-model --key-env EXAMPLE_API_KEY --env longrein.envs.Calculator` ·
@@ -40,6 +43,7 @@ def command(
         typer.Option(help="Base url of an OpenAI-compatible endpoint that has --model, such as http://127.0.0.1:8000/v1."),
     ] = None,
     key_env: Annotated[str, typer.Option(help="The variable that holds the endpoint's key.")] = "OPENAI_API_KEY",
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that an endpoint may take for an answer.")] = 600.0,
     count: Annotated[int, typer.Option(min=1, help="Tasks to play, of those that there are.")] = 128,
     heldout: Annotated[
         bool, typer.Option("--heldout", help="Play the tasks that training with these settings keeps for its table.")
@@ -66,18 +70,19 @@ def command(
     if endpoint is not None and "model" not in {**from_file, **said(context, flags)}:
         raise LongreinError(f"--endpoint is {endpoint!r} and no --model is said: which of its models is to be evaluated?")
     folder = Path(settings.out) if settings.out else new_run_folder("eval")
-    results = _evaluate(
-        settings, folder, endpoint, key_env, heldout=heldout, count=count, rollouts=rollouts, concurrency=concurrency
-    )
+    rows = _rows(settings, count, heldout)
+    asked = None if endpoint is None else {"url": endpoint, "key": os.environ.get(key_env), "seconds": timeout}
+    results = _evaluate(settings, rows, folder, asked, rollouts=rollouts, concurrency=concurrency)
+    overall = results["overall"]
     if as_json:
         print(json.dumps({**results, "folder": str(folder)}))
-    else:
+    elif overall["failed"] < overall["rollouts"]:
         from longrein.display import show_evaluation
 
         show_evaluation(results, folder)
     if not results["complete"]:
-        raise typer.Exit(130)
-    overall = results["overall"]
+        played = f"stopped after {overall['rollouts']} of {len(rows) * rollouts} rollouts"
+        raise Stopped(f"{played}, which are kept in {folder}; go on with: {_the_same(settings.out, folder)}")
     if overall["failed"] == overall["rollouts"]:
         print(f"longrein: every rollout failed; the first cause: {overall['first_failure']}", file=sys.stderr)
         raise typer.Exit(1)
@@ -86,35 +91,53 @@ def command(
 
 def _evaluate(
     settings: Settings,
+    rows: list[dict[str, Any]],
     folder: Path,
-    endpoint: str | None,
-    key_env: str,
+    endpoint: dict[str, Any] | None,
     *,
-    heldout: bool,
-    count: int,
     rollouts: int,
     concurrency: int | None,
 ) -> dict[str, Any]:
     from longrein.display import EvalDisplay
-    from longrein.evaluation import RESULTS, evaluate, with_concurrency
+    from longrein.evaluation import RESULTS, earlier_rollouts, evaluate, with_concurrency
 
     with EvalDisplay() as display:
-        rows = with_concurrency(_rows(settings, count, heldout), concurrency)
-        agent, pieces = _agent(settings, endpoint, os.environ.get(key_env), display.note)
-        about = {name: getattr(settings, name) for name in NAMES} | {"endpoint": endpoint, "rollouts": rollouts}
+        if endpoint is None:
+            settings = replace(settings, model=model_folder(settings.model, display.note))
+        about = {name: getattr(settings, name) for name in NAMES} | {"weights": _stamp(settings.model), "rollouts": rollouts}
+        about["endpoint"] = None if endpoint is None else endpoint["url"]
+        if earlier := earlier_rollouts(folder, about):
+            display.note(f"going on with {folder}: {len(earlier)} rollouts were played before")
+        agent, pieces = _agent(settings, endpoint, folder, display.note)
         display.start(len(rows) * rollouts)
         try:
-            return evaluate(agent, rows, folder, rollouts=rollouts, pieces=pieces, about=about, progress=display.finished)
-        except KeyboardInterrupt:
-            results = json.loads((folder / RESULTS).read_text())
-            played = results["overall"]["rollouts"]
-            display.note(
-                f"stopped after {played} of {len(rows) * rollouts} rollouts; their figures are in {folder / RESULTS}"
+            return evaluate(
+                agent,
+                with_concurrency(rows, concurrency),
+                folder,
+                rollouts=rollouts,
+                pieces=pieces,
+                about=about,
+                earlier=earlier,
+                progress=display.finished,
             )
-            return results
+        except KeyboardInterrupt:
+            return json.loads((folder / RESULTS).read_text())
         finally:
             agent.engine.cancel()  # after Ctrl-C, replies that nobody waits for
             agent.engine.close()
+
+
+def _stamp(model: str) -> str | None:
+    """What tells the weights in a folder from others that stood there before."""
+    files = [*Path(model).glob("*.safetensors"), *Path(model).glob("*.bin")]
+    newest = max((path.stat().st_mtime_ns for path in files), default=0)
+    return f"{sum(path.stat().st_size for path in files)} bytes of {newest}" if files else None
+
+
+def _the_same(out: str | None, folder: Path) -> str:
+    """This command, with the folder that it chose."""
+    return shlex.join(["longrein", *sys.argv[1:], *([] if out else ["--out", str(folder)])])
 
 
 def _rows(settings: Settings, count: int, heldout: bool) -> list[dict[str, Any]]:
@@ -127,10 +150,9 @@ def _rows(settings: Settings, count: int, heldout: bool) -> list[dict[str, Any]]
 
         return datasets_of(settings)[1][:count]
     if settings.tasks is not None:
-        from longrein.envs.datasets import load_tasks
+        from longrein.envs.datasets import read_tasks
 
-        loaded = load_tasks(settings.tasks, env_class_path=settings.env, env_config=settings.env_config)
-        rows = [dict(row) for row in loaded][:count]
+        rows = read_tasks(settings.tasks, env_class_path=settings.env, env_config=settings.env_config)[:count]
     else:
         cls = environment_class(settings.env)
         if not issubclass(cls, Environment):
@@ -147,21 +169,23 @@ def _rows(settings: Settings, count: int, heldout: bool) -> list[dict[str, Any]]
     return [{**row, "env_config": own | row["env_config"]} if row["env_class_path"] in programs else row for row in rows]
 
 
-def _agent(settings: Settings, endpoint: str | None, key: str | None, note: Any) -> tuple[Agent, Any]:
+def _agent(settings: Settings, endpoint: dict[str, Any] | None, folder: Path, note: Any) -> tuple[Agent, Any]:
     from longrein.agents import Agent
     from longrein.contract import Sampling
 
     sampling = Sampling(temperature=settings.temperature)
     if endpoint is not None:
         from longrein.engines.endpoint import EndpointEngine, Words
+        from longrein.runs import Run
+        from longrein.runs.schema import FILE
 
-        words: Any = Words()
-        engine = EndpointEngine(endpoint, settings.model, words, key=key)
+        words: Any = Words(Run(folder).pieces() if (folder / FILE).exists() else None)
+        engine = EndpointEngine(model=settings.model, words=words, **endpoint)
         return Agent(None, words, engine=engine, rendering=words, sampling=sampling, seed=settings.seed), words.pieces
     note(f"loading {settings.model}")
     from longrein.runs.pieces import Pieces
 
-    agent = load_agent(model_folder(settings.model, note), sampling=sampling, seed=settings.seed)
+    agent = load_agent(settings.model, sampling=sampling, seed=settings.seed)
     return agent, Pieces(agent.tokenizer)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +25,7 @@ def export(
         str, typer.Option(help="train, eval, before, after, or all: held-out tasks are not in train.")
     ] = "train",
     min_step: Annotated[int | None, typer.Option(help="Only rollouts of this step and later.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a sentence.")] = False,
 ) -> None:
     """Write a run's rollouts as training data for other trainers.
 
@@ -45,4 +47,7 @@ def export(
         failed=False,
     )
     count = write(source, path, format=format, of=chosen)
-    print(f"{count} examples in {path}")
+    if as_json:
+        print(json.dumps({"examples": count, "format": format, "path": str(path)}))
+    else:
+        print(f"{count} examples in {path}")

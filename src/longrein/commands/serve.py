@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 import threading
 from pathlib import Path
@@ -57,7 +56,6 @@ def serve(
 
     agent = load_agent(model, sampling=Sampling(temperature=temperature, max_tokens=max_tokens), history=history)
     name = Path(model).parent.resolve().name if model == str(trained) else Path(model).name
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what stops a service ends it as Ctrl-C does
     try:
         with ModelServer(
             agent.recorder(), host=host, port=port, key=key, remember_tokens=remember, model_name=name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -26,23 +28,21 @@ def serve_vllm(
     ] = None,
     log: Annotated[Path | None, typer.Option(help="What the server says. Unsaid: vllm-PORT.log.")] = None,
     wait: Annotated[float, typer.Option(min=1, help="Seconds until it must be ready.")] = 600.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with the url when it is ready.")] = False,
 ) -> None:
     """Start a vLLM server that training can sample from; Ctrl-C ends it and all it started.
 
     Examples: `longrein serve-vllm Qwen/Qwen3-0.6B` · `longrein serve-vllm ./my-model --port 8001 -- --tensor-parallel-size 2`
     """
-    import signal
-
     from longrein.engines.vllm_server import VLLMServer
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what stops a service ends it as Ctrl-C does
-    model = model_folder(model, print)
+    model = model_folder(model, lambda text: print(text, file=sys.stderr if as_json else sys.stdout, flush=True))
     options = {"dtype": dtype, "max_model_len": max_model_len, "lora_rank": lora_rank, "nccl": nccl, "extra": extra or ()}
     server = VLLMServer(model, host=host, port=port, vllm=vllm, log=log, **options)
     try:
-        print(f"starting vLLM (it tells of itself in {server.log})", flush=True)
+        print(f"starting vLLM (it tells of itself in {server.log})", file=sys.stderr if as_json else sys.stdout, flush=True)
         server.wait(wait)
-        print(f"ready: {server.url}", flush=True)
+        print(json.dumps({"url": server.url, "log": str(server.log)}) if as_json else f"ready: {server.url}", flush=True)
         server.run()
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import webbrowser
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +23,10 @@ def view(
     host: Annotated[str, typer.Option(help="Where the page listens. Anyone who reaches it can read the run.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
     browse: Annotated[bool, typer.Option(help="Open the page in the browser.")] = True,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print one JSON object, with the url once it is served or the file that was written."),
+    ] = False,
 ) -> None:
     """Look at a run, also while it trains.
 
@@ -33,11 +39,19 @@ def view(
         from longrein.viewer.page import write_page
 
         count = write_page(source, export, rollouts=rollouts)
-        print(f"{export}: {count} rollouts, {export.stat().st_size / 1e6:.1f} MB")
+        size = export.stat().st_size
+        told = {"path": str(export), "rollouts": count, "bytes": size}
+        print(json.dumps(told) if as_json else f"{export}: {count} rollouts, {size / 1e6:.1f} MB")
         return
     from longrein.viewer.server import serve
 
+    def ready(url: str) -> None:
+        told = {"url": url, "run": str(source.folder)}
+        print(json.dumps(told) if as_json else f"{source.folder} at {url} (Ctrl-C ends it)", flush=True)
+        if browse:
+            webbrowser.open(url)
+
     try:
-        serve(source, host=host, port=port, browse=browse)
+        serve(source, host=host, port=port, ready=ready)
     except KeyboardInterrupt:
         raise typer.Exit(0) from None

@@ -41,10 +41,16 @@ class Words:
     keeps_prefixes = True
     pad_token_id = eos_token_id = END
 
-    def __init__(self) -> None:
+    def __init__(self, known: Mapping[int, bytes] | None = None) -> None:
+        """`known`: the pieces of a run to go on with, whose ids mean what they meant."""
         self._lock = threading.Lock()
         self._words: list[str] = list(MARKS)
         self._ids: dict[str, int] = {}
+        for token, piece in sorted((known or {}).items()):
+            if token >= len(MARKS):
+                self._words += [""] * (token - len(self._words))  # words of rollouts that never ended
+                self._words.append(piece.decode("utf-8", "replace"))
+                self._ids[self._words[-1]] = token
 
     def encode(self, text: str) -> list[int]:
         return [self._id(piece) for piece in PIECE.findall(text)]
@@ -211,17 +217,19 @@ class EndpointEngine:
                     text = await response.text()
                     if response.status == 200:
                         return json.loads(text)
-                    trouble = f"{response.status} {text[:300]}"
+                    trouble = f"{response.status} {' '.join(text.split())[:300]}"
                     if response.status in (400, 413, 422):
                         if self._limit_name == "max_tokens" and "max_completion_tokens" in text:
                             self._limit_name = "max_completion_tokens"  # what newer models call it
                             continue
                         if "context_length" in text or "maximum context" in text:
                             raise ContextLengthError(len(request.prompt_ids), len(request.prompt_ids))
-                    if response.status not in (408, 409, 429) and response.status < 500:
+                    if response.status == 501 or (response.status < 500 and response.status not in (408, 409, 429)):
                         raise EndpointError(f"{self.url} refuses the request: {trouble}")
                     wait = _seconds_of(response.headers.get("Retry-After"), pause)
-            except (aiohttp.ClientError, TimeoutError) as error:
+            except TimeoutError:
+                raise EndpointError(f"{self.url} did not answer within {self._seconds:g} s (--timeout)") from None
+            except aiohttp.ClientError as error:
                 trouble = f"{type(error).__name__}: {error}"
             except json.JSONDecodeError as error:
                 raise EndpointError(f"{self.url} answered with what is not JSON: {error}") from None

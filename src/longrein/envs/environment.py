@@ -175,13 +175,14 @@ class Environment(ABC):
             key = json.dumps(task, sort_keys=True, default=str)
             occurrence = seen[key]
             seen[key] += 1
-            for index in range(num_rollouts):
+            seeds = [agent.rollout_seed(task, occurrence, index) for index in range(num_rollouts)]
+            group = next((agent.played[seed].group for seed in seeds if seed in agent.played), f"{trial}-g{number}")
+            for seed in seeds:
+                if seed in agent.played:
+                    episodes.append(settled(agent.played[seed]))
+                    continue
                 rollout = recorder.open(
-                    f"{trial}-{len(episodes)}",
-                    seed=agent.rollout_seed(task, occurrence, index),
-                    task=task,
-                    env=type(self).__name__,
-                    group=f"{trial}-g{number}",
+                    f"{trial}-{len(episodes)}", seed=seed, task=task, env=type(self).__name__, group=group
                 )
                 episodes.append(self._play_one(rollout, recorder, turns))
         return await asyncio.gather(*episodes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,9 @@ def harness(name: str) -> Harness:
     if name not in FILES:
         from longrein.harnesses.outcome import HarnessError
 
-        raise HarnessError(f"there is no program {name!r} that longrein knows; it knows {', '.join(FILES)}")
+        near = difflib.get_close_matches(name, FILES, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else f"It knows {', '.join(FILES)}."
+        raise HarnessError(f"there is no program {name!r} that longrein knows. {hint}")
     return importlib.import_module(f"longrein.harnesses.{FILES[name]}").HARNESS
 
 

@@ -15,8 +15,14 @@ app = typer.Typer(help="Agent programs that longrein knows by name.", no_args_is
 
 
 @app.command("list")
-def list_() -> None:
+def list_(as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False) -> None:
     """The programs, the dialect each speaks, and which version is installed."""
+    if as_json:
+        for known in harnesses():
+            told = {"program": known.name, "dialect": known.dialect, "package": known.package.name}
+            told |= {"pinned": known.package.version, "installed": known.installed(), "side_calls": known.side_calls}
+            typer.echo(json.dumps(told))
+        return
     from rich.console import Console
     from rich.table import Table
 

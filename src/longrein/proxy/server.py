@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import threading
 import time
@@ -104,7 +105,8 @@ class InterceptionServer:
         if trouble:
             self._thread.join()
             self._thread = None
-            raise LongreinError(f"the server cannot listen on {self.host}:{self.port}: {trouble[0]}") from trouble[0]
+            why = os.strerror(trouble[0].errno) if isinstance(trouble[0], OSError) and trouble[0].errno else trouble[0]
+            raise LongreinError(f"the server cannot listen on {self.host}:{self.port}: {why}") from trouble[0]
         return self
 
     def stop(self) -> None:

@@ -7,9 +7,11 @@ played them; every array has passed the checks, so a wrong environment is named 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from longrein import envs
 from longrein.agents import Agent
 from longrein.contract import LongreinError, Message
 from longrein.envs.datasets import checked_row
@@ -226,19 +229,30 @@ def environment_class(path: str) -> type:
     """The class a row names, imported."""
     module, _, name = path.rpartition(".")
     if not module:
-        raise LongreinError(f"env_class_path is {path!r}; it must be a dotted path such as 'longrein.envs.TreasureHunt'")
+        raise LongreinError(
+            f"env_class_path is {path!r}; it must be a dotted path such as 'longrein.envs.TreasureHunt'{_nearest(path)}"
+        )
     try:
         found = getattr(importlib.import_module(module), name)
     except ImportError as error:
-        raise LongreinError(f"env_class_path {path!r} cannot be imported: {error}") from error
+        raise LongreinError(f"env_class_path {path!r} cannot be imported: {error}{_nearest(path)}") from error
     except AttributeError:
-        raise LongreinError(f"env_class_path {path!r}: the module {module!r} has no {name!r}") from None
+        raise LongreinError(f"env_class_path {path!r}: the module {module!r} has no {name!r}{_nearest(path)}") from None
     if not isinstance(found, type) or not callable(getattr(found, "run_trial", None)):
         raise LongreinError(
             f"env_class_path {path!r} is no environment: it must be a class with `run_trial`, such as one that extends "
             "longrein.Environment"
         )
     return found
+
+
+def _nearest(path: str) -> str:
+    """The environment that was perhaps meant: of longrein's, or of the module that was named."""
+    module, _, name = path.rpartition(".")
+    known = [f"longrein.envs.{one}" for one in envs.__all__ if callable(getattr(getattr(envs, one), "run_trial", None))]
+    known += [f"{module}.{one}" for one in vars(sys.modules[module])] if module in sys.modules else []
+    near = difflib.get_close_matches(path, known, n=1) or difflib.get_close_matches(f"longrein.envs.{name}", known, n=1)
+    return f". Did you mean {near[0]!r}?" if near else ""
 
 
 def checked_trial(trial: Any, rollouts: int, env: str) -> list[Played]:

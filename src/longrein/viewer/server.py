@@ -7,7 +7,7 @@ it), and the browser is told to load nothing from anywhere else.
 from __future__ import annotations
 
 import asyncio
-import webbrowser
+import os
 from collections.abc import Callable
 from importlib.resources import files
 from typing import Any
@@ -106,12 +106,12 @@ def filter_of(query: Any) -> Filter:
     )
 
 
-def serve(run: Run, *, host: str = "127.0.0.1", port: int = 0, browse: bool = True) -> None:
-    """Serve the page until Ctrl-C, and say where. Port 0 takes a free one."""
-    asyncio.run(_serve(run, host, port, browse))
+def serve(run: Run, *, host: str = "127.0.0.1", port: int = 0, ready: Callable[[str], None] = print) -> None:
+    """Serve the page until Ctrl-C; `ready` is told its url. Port 0 takes a free one."""
+    asyncio.run(_serve(run, host, port, ready))
 
 
-async def _serve(run: Run, host: str, port: int, browse: bool) -> None:
+async def _serve(run: Run, host: str, port: int, ready: Callable[[str], None]) -> None:
     runner = web.AppRunner(application(run, frozenset({"127.0.0.1", "localhost", "[::1]", host})), access_log=None)
     await runner.setup()
     try:
@@ -119,11 +119,9 @@ async def _serve(run: Run, host: str, port: int, browse: bool) -> None:
         try:
             await site.start()
         except OSError as error:
-            raise LongreinError(f"the page cannot be served at {host}:{port}: {error.strerror or error}") from error
-        address = f"http://{host}:{runner.addresses[0][1]}/"
-        print(f"{run.folder} at {address} (Ctrl-C ends it)", flush=True)
-        if browse:
-            await asyncio.to_thread(webbrowser.open, address)
+            why = os.strerror(error.errno) if error.errno else error
+            raise LongreinError(f"the page cannot be served at {host}:{port}: {why}") from error
+        await asyncio.to_thread(ready, f"http://{host}:{runner.addresses[0][1]}/")
         await asyncio.Event().wait()
     finally:
         await runner.cleanup()
