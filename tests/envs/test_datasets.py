@@ -58,7 +58,7 @@ def test_rows_without_an_environment_are_tasks_of_the_given_one(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "holds no rows"), ("{", "line 1: not JSON"), ("[1]", r"line 1: \[1\] is not an object")],
+    [("", "holds no rows"), ("{", "line 1, is not JSON"), ("[1]", r"line 1, is \[1\]; it must be a dict")],
 )
 def test_a_file_that_holds_no_tasks_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "tasks.jsonl"
@@ -83,7 +83,7 @@ def test_json_strings_are_read() -> None:
     ("change", "message"),
     [
         ({"task_data": [1]}, r"row 0: task_data is \[1\]; it must be a dict"),
-        ({"env_config": "{"}, "row 0: env_config is a string that is not JSON"),
+        ({"env_config": "{"}, "row 0: env_config is not JSON"),
         ({"env_class_path": 3}, "row 0: env_class_path is 3; it must be a dotted class path"),
     ],
 )

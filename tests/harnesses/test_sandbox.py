@@ -452,6 +452,21 @@ def test_memory_that_a_program_has_the_relay_take_is_counted(tmp_path: Path) -> 
         os.close(made._proc)
 
 
+def test_a_supervisor_that_is_lost_is_no_empty_work_folder(boxed: Boxed) -> None:
+    with boxed("import time; time.sleep(60)").create(task=None, rollout_id="lost") as session:
+        session._program._process.kill()
+        with pytest.raises(HarnessError, match="ended before the work folder was brought out"):
+            session.run()
+
+
+def test_without_a_sandbox_nothing_is_read_as_its_report(boxed: Boxed) -> None:
+    with boxed("open('../report', 'w').write('disk\\nbroke')", sandbox="none").create(
+        task=None, rollout_id="forged"
+    ) as session:
+        assert session.run().env_reward == 1.0
+        assert session.wait().limit is None
+
+
 def test_a_program_out_of_time_has_its_work_judged(boxed: Boxed) -> None:
     text = "import time\nopen('half', 'w').write('done')\nprint('half done', flush=True)\ntime.sleep(100)"
     judge = lambda task, outcome: float((outcome.workdir / "half").read_text() == "done")  # noqa: E731

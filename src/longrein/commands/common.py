@@ -1,15 +1,13 @@
-"""What several commands need: finding runs and the small policy, reading flags that hold more than a word."""
+"""What several commands need: finding runs and the small policy, and where modules are imported from."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from longrein.contract import LongreinError
 from longrein.training.settings import TINY
@@ -69,13 +67,3 @@ def newest_run() -> Path:
     if not found:
         raise LongreinError("there is no run under runs/ here; name a run folder, or make one with `longrein train`")
     return max(found, key=lambda folder: max(path.stat().st_mtime for path in folder.glob("run.sqlite*")))
-
-
-def json_object(text: str, option: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise LongreinError(f"{option} is not JSON ({error}): {text!r}") from None
-    if not isinstance(value, dict):
-        raise LongreinError(f"{option} is {text}; it must be a JSON object, such as '{{\"max_turns\": 4}}'")
-    return value

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 
-from longrein.commands.common import json_object
 from longrein.training.settings import Settings, setting_types
 
 
@@ -27,7 +26,9 @@ def said(context: typer.Context, flags: dict[str, Any]) -> dict[str, Any]:
     """The flags that stood on the command line, as settings."""
     values = {name: value for name, value in flags.items() if _was_said(context, name)}
     if "env_config" in values:
-        values["env_config"] = json_object(values["env_config"], "--env-config")
+        from longrein.envs.datasets import as_dict
+
+        values["env_config"] = as_dict(values["env_config"], "--env-config")
     return values
 
 

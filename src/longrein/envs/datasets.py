@@ -53,7 +53,7 @@ def read_tasks(
     path = Path(source)
     if path.suffix in (".jsonl", ".json", ".ndjson") and path.is_file():
         with path.open() as lines:
-            rows = [_json_line(line, number, source) for number, line in enumerate(lines, 1) if line.strip()]
+            rows = [as_dict(line, f"{source}, line {number},") for number, line in enumerate(lines, 1) if line.strip()]
     else:
         from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
@@ -109,8 +109,8 @@ def checked_row(row: dict[str, Any], index: int) -> dict[str, Any]:
         raise LongreinError(f"row {index}: env_class_path is {row['env_class_path']!r}; it must be a dotted class path")
     return {
         "env_class_path": row["env_class_path"],
-        "env_config": _as_dict(row["env_config"], "env_config", index),
-        "task_data": _as_dict(row["task_data"], "task_data", index),
+        "env_config": as_dict(row["env_config"], f"row {index}: env_config"),
+        "task_data": as_dict(row["task_data"], f"row {index}: task_data"),
     }
 
 
@@ -140,14 +140,15 @@ def _none_field(value: Any) -> str | None:
     return None
 
 
-def _as_dict(value: Any, column: str, index: int) -> dict[str, Any]:
+def as_dict(value: Any, what: str) -> dict[str, Any]:
+    """A dict that is given as one or as JSON; refused by the name of what it is."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise LongreinError(f"row {index}: {column} is a string that is not JSON ({error}): {value[:80]!r}") from None
+            raise LongreinError(f"{what} is not JSON ({error}): {value[:80]!r}") from None
     if not isinstance(value, dict):
-        raise LongreinError(f"row {index}: {column} is {value!r}; it must be a dict (or a JSON string of one)")
+        raise LongreinError(f"{what} is {value!r}; it must be a dict, or the JSON of one such as '{{\"max_turns\": 4}}'")
     return value
 
 
@@ -156,13 +157,3 @@ def _as_json(value: dict[str, Any], column: str, index: int) -> str:
         return json.dumps(value)
     except (TypeError, ValueError) as error:
         raise LongreinError(f"row {index}: {column} cannot be written as JSON ({error}): {value!r}") from None
-
-
-def _json_line(line: str, number: int, source: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise LongreinError(f"{source}, line {number}: not JSON ({error})") from None
-    if not isinstance(row, dict):
-        raise LongreinError(f"{source}, line {number}: {row!r} is not an object")
-    return row

@@ -34,6 +34,8 @@ FILES_PER_MB = 200
 OURS = 2
 """Processes in the box that are not the program's: bubblewrap's first one, and the relay. Their memory is counted with its own, as
 a program can make them take some."""
+SPEC, REPORT = "box", "report"
+"""In a session's folder: what `sandbox.py` wrote down, and what is told of it at the end."""
 SYSTEM = ("/usr/", "/bin/", "/lib/", "/lib64/", "/sbin/")
 
 _PAGE = os.sysconf("SC_PAGESIZE")
@@ -229,6 +231,18 @@ class _Copy:
             leads = os.path.realpath(f"{root}/{link}") + "/"
             if not leads.startswith((f"{root}/", *SYSTEM)):
                 os.unlink(f"{root}/{link}")
+
+
+def report_of(folder: str) -> tuple[str, str]:
+    """The limit that ended the box of a session's folder, and what broke; empty where nothing did, or there was no box."""
+    if not os.path.exists(f"{folder}/{SPEC}"):
+        return "", ""
+    try:
+        with open(f"{folder}/{REPORT}") as file:
+            limit, _, trouble = file.read().partition("\n")
+    except FileNotFoundError:
+        return "", "it was ended before the work folder was brought out"
+    return limit, trouble
 
 
 def _data(number: int, size: int) -> list[tuple[int, int]]:

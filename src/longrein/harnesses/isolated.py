@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from longrein.contract import LongreinError
+from longrein.harnesses.box import report_of
 from longrein.harnesses.program import Program
 from longrein.harnesses.sandbox import HOME, TMP, WORK, Sandbox, chosen
 
@@ -61,8 +62,7 @@ def isolated(
             code = program.ended.result()
         finally:
             program.stop()
-        report = root / "report"
-        limit, _, trouble = report.read_text().partition("\n") if report.exists() else ("", "", "")
+        limit, trouble = report_of(name)
         if trouble:
             raise LongreinError(f"the sandbox of {command[0]!r} broke: {trouble} {program.stderr.text()[-500:]}")
         yield Ended(

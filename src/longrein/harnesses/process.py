@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from longrein.contract import Intercept, Message, Sampling, Verdict
+from longrein.harnesses.box import report_of
 from longrein.harnesses.outcome import HarnessError, Judge, Outcome, Verify, as_judge
 from longrein.harnesses.program import Program
 from longrein.harnesses.sandbox import HOME, TMP, URL, WORK, Sandbox, chosen
@@ -133,7 +134,7 @@ class ProcessSession:
         except TimeoutError:
             self._program.stop()
         outcome = self._outcome()
-        if trouble := self._report()[1]:
+        if trouble := report_of(self._folder.name)[1]:
             raise HarnessError(
                 f"the sandbox of rollout {self.rollout_id!r} broke: {trouble} {outcome.stderr[-500:].strip()}"
             )
@@ -159,15 +160,9 @@ class ProcessSession:
             stderr=program.stderr.text(),
             exit_code=program.ended.result(),
             workdir=self.workdir,
-            limit="time" if program.timed_out else self._report()[0] or traffic.limit,
+            limit="time" if program.timed_out else report_of(self._folder.name)[0] or traffic.limit,
             messages=self._messages(),
         )
-
-    def _report(self) -> tuple[str, str]:
-        """The limit that the sandbox ended the program for, and what broke; empty where nothing did."""
-        report = self.workdir.with_name("report")
-        limit, _, trouble = report.read_text().partition("\n") if report.exists() else ("", "", "")
-        return limit, trouble
 
     def _messages(self) -> list[Message]:
         if self._rollout is None:

@@ -154,12 +154,12 @@ class Sandbox:
             ],
             "seed": {"home": str(folder / "seed/home"), "work": str(folder / "seed/work")},
             "work": str(folder / "work"),
-            "report": str(folder / "report"),
+            "report": str(folder / box.REPORT),
             "memory": self.memory_mb << 20,
             "disk": self.disk_mb << 20,
             "processes": self.processes,
         }
-        described = folder / "box"
+        described = folder / box.SPEC
         described.write_bytes(marshal.dumps(spec))
         return described
 

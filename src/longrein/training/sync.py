@@ -41,12 +41,8 @@ def send(engine: Engine, model: Any, accelerator: Any, version: int) -> None:
 
 
 def _send_weights(engine: Engine, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-    engine.pause()
-    try:
+    with _paused(engine, version):
         engine.load_weights(weights)
-        engine.policy_version = version
-    finally:
-        engine.resume()
 
 
 def _send_adapter(engine: Any, model: Any, version: int) -> None:
@@ -56,12 +52,19 @@ def _send_adapter(engine: Any, model: Any, version: int) -> None:
         raise LongreinError("an adapter that is spread over ranks cannot be sent to vLLM; train it without sharding")
     with tempfile.TemporaryDirectory(prefix="longrein-adapter-") as folder:
         model.save_pretrained(folder, selected_adapters=[model.active_adapter])
-        engine.pause()
-        try:
+        with _paused(engine, version):
             engine.load_adapter(folder)
-            engine.policy_version = version
-        finally:
-            engine.resume()
+
+
+@contextlib.contextmanager
+def _paused(engine: Engine, version: int) -> Iterator[None]:
+    """Nothing is sampled in here, and what is sampled afterwards is of this version."""
+    engine.pause()
+    try:
+        yield
+        engine.policy_version = version
+    finally:
+        engine.resume()
 
 
 def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
