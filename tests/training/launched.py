@@ -11,11 +11,16 @@ from typing import Any
 
 import parts
 import torch
+from accelerate import PartialState
 from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.fsdp import fully_shard
+from trl.trainer.utils import add_fused_lm_head
 from worlds import Raising, Slow, Talk, Uneven, row
 
 from longrein.envs import task_dataset
 from longrein.training import processes as collective
+from longrein.training.logprobs import trajectory_logps
+from longrein.training.packed import way_for
 
 LOSSES = ("dapo", "grpo", "dr_grpo")
 
@@ -61,6 +66,23 @@ def equal(folder: Path, processes: int) -> dict[str, Any]:
     return result
 
 
+def sharded(folder: Path, processes: int) -> dict[str, Any]:
+    """The gradient of a policy whose parameters are sharded (FSDP2), each rank's rows its own, and how its rows are forwarded."""
+    state = PartialState(cpu=True)
+    model = parts.policy()
+    add_fused_lm_head(model)
+    ids = torch.arange(5, 53).reshape(4, 12) % 40  # of both ranks
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    mine = ids.chunk(processes)[state.process_index]
+    scored = torch.ones_like(mine)
+    logps = trajectory_logps(model, mine, scored, scored, packing=None).logps
+    (logps * torch.linspace(0, 1, 12)).sum().backward()
+    whole = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    return {"ids": ids, "way": tuple(way_for(model)), "gradient": whole}
+
+
 def slow_then_raising(folder: Path, processes: int) -> None:
     """A trial that takes longer than a collective may, and then one that raises."""
     collective.HEARTBEAT_SECONDS = 1.0
@@ -87,7 +109,7 @@ if __name__ == "__main__":
     job, folder = sys.argv[1], Path(sys.argv[2])
     rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
-        result = {"equal": equal, "slow_then_raising": slow_then_raising}[job](folder, processes)
+        result = {"equal": equal, "sharded": sharded, "slow_then_raising": slow_then_raising}[job](folder, processes)
     except Exception as error:
         (folder / f"error_{rank}.txt").write_text(f"{type(error).__name__}: {error}")
         deadline = time.monotonic() + 60  # the launcher ends the other ranks with the first: they too are to say their error

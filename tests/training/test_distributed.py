@@ -9,8 +9,12 @@ import sys
 from pathlib import Path
 
 import launched
+import parts
 import pytest
 import torch
+from trl.trainer.utils import add_fused_lm_head
+
+from longrein.training.logprobs import trajectory_logps
 
 HERE = Path(__file__).parent
 
@@ -47,6 +51,23 @@ def test_two_processes_train_as_one(tmp_path):
     for result in (one, *ranks):
         for name, value in result["straight"].items():
             assert torch.equal(result["resumed"][name], value), name
+
+
+def test_a_sharded_policy_is_forwarded_padded_and_has_the_gradient_of_a_whole_one(tmp_path):
+    done = launch("sharded", tmp_path, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = [torch.load(tmp_path / f"result_{rank}.pt") for rank in range(2)]
+    model = parts.policy()
+    add_fused_lm_head(model)
+    ids = results[0]["ids"]
+    scored = torch.ones_like(ids)
+    (trajectory_logps(model, ids, scored, scored, packing=None).logps * torch.linspace(0, 1, 12)).sum().backward()
+    for result in results:
+        assert result["way"] == ("padded", "its parameters are sharded, and only a pass of the whole model gathers them")
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(
+                result["gradient"][name], parameter.grad / 2, rtol=1e-4, atol=1e-5
+            )  # a mean over ranks
 
 
 @pytest.fixture(scope="module")

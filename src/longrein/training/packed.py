@@ -63,8 +63,7 @@ def packed_hidden(
     """
     decoder = decoder_of(model)
     on_gpu = next(decoder.parameters()).device.type == "cuda"
-    if compiled is None:
-        compiled = on_gpu and can_compile() and _compiles(model)
+    compiled = on_gpu and can_compile() and _compiles(model) if compiled is None else compiled
     if needed is None:
         return _hidden(model, tree, backend, compiled)
     places, order = np.unique(needed, return_inverse=True)
@@ -369,7 +368,7 @@ def _spares(model: nn.Module) -> bool:
                 apart = (_hidden(model, tree, "auto", needed=needed)[needed].float() - whole).norm() / whole.norm()
             except Exception:  # whatever it runs into, the whole layer stands
                 apart = torch.inf
-        _spare[decoder] = bool(apart < TOLERANCE.get(model.dtype, 0.1))
+        _spare[decoder] = bool(apart < TOLERANCE.get(next(decoder.parameters()).dtype, 0.1))
     return _spare[decoder]
 
 
