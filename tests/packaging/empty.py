@@ -24,7 +24,7 @@ class Empty:
     place: Path
     home: Path
 
-    def run(self, program: str, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    def run(self, program: str, *arguments: str, timeout: float = 900) -> subprocess.CompletedProcess[str]:
         path = f"{self.place / 'bin'}:/usr/bin:/bin"
         env = {"PATH": path, "HOME": str(self.home), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
         command = [str(self.place / "bin" / program), *arguments]
@@ -43,7 +43,7 @@ def linked(place: Path, wheel: Path, extra: str = "") -> None:
     """The wheel, and links to what it asks for where that is installed for the tests: what it forgot to ask for is not there."""
     _venv(place)
     command = [*PIP, "--python", str(place), "install", "--no-deps", "--no-index", "--no-compile", str(wheel)]
-    subprocess.run(command, check=True, timeout=240)
+    subprocess.run(command, check=True, timeout=900)
     site = Path(sysconfig.get_path("purelib", "posix_prefix", {"base": str(place)}))
     requires = next(site.glob("longrein-*.dist-info")).joinpath("METADATA").read_text().splitlines()
     asked = [Requirement(line.partition(": ")[2]) for line in requires if line.startswith("Requires-Dist: ")]
@@ -71,4 +71,4 @@ def _closure(asked: list[Requirement], extra: str) -> set[str]:
 
 
 def _venv(place: Path) -> None:
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True, timeout=900)

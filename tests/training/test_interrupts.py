@@ -142,7 +142,7 @@ def test_a_checkpoint_that_was_cut_off_by_kill_9_is_none(settings: Settings, str
     given |= {name: getattr(saving, name) for name in ("num_generations", "micro_batch", "heldout", "save_steps")}
     run = tmp_path / "run"
     command = [sys.executable, "-c", KILLED, json.dumps(given), str(run)]
-    assert subprocess.run(command, capture_output=True, timeout=120).returncode == -signal.SIGKILL
+    assert subprocess.run(command, capture_output=True, timeout=480).returncode == -signal.SIGKILL
     assert (run / "checkpoints/checkpoint-2").exists()
     found = newest_checkpoint(run)
     assert found is not None
