@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from longrein.training.packed import decoder_of, packed_hidden, way_for
+from longrein.training.packed import decoder_of, packed_hidden
 from longrein.training.tree import PrefixTree
 from longrein.training.tree_attention import TreeAttention
+from longrein.training.way import way_for
 
 SHAPE = {
     "hidden_size": 1024,

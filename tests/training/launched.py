@@ -20,7 +20,7 @@ from worlds import Raising, Slow, Talk, Uneven, row
 from longrein.envs import task_dataset
 from longrein.training import processes as collective
 from longrein.training.logprobs import trajectory_logps
-from longrein.training.packed import way_for
+from longrein.training.way import way_for
 
 LOSSES = ("dapo", "grpo", "dr_grpo")
 

@@ -12,8 +12,9 @@ from test_packed import gradients, padded
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
 from longrein.training.logprobs import PackedRows, Packing, carry_packed_passes, packed_scores
-from longrein.training.packed import packed_hidden, way_for
+from longrein.training.packed import packed_hidden
 from longrein.training.tree import PrefixTree
+from longrein.training.way import way_for
 
 SMALL: dict[str, Any] = (
     dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 64)

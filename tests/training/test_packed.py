@@ -17,9 +17,10 @@ from torch.overrides import TorchFunctionMode
 
 from longrein.contract import LongreinError
 from longrein.training import tree_kernels
-from longrein.training.packed import _compiles, _spares, decoder_of, packed_hidden, way_for
+from longrein.training.packed import _compiles, _spares, decoder_of, packed_hidden
 from longrein.training.tree import PrefixTree
 from longrein.training.tree_kernels import Cascade
+from longrein.training.way import way_for
 
 SHAPE = {
     "vocab_size": 40,

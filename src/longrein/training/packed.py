@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,6 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from longrein.contract import LongreinError
-from longrein.training.head import Head
 from longrein.training.last_layer import LastLayer
 from longrein.training.tree import Ints, PrefixTree
 from longrein.training.tree_attention import TreeAttention, can_compile
@@ -32,14 +31,6 @@ logger = logging.getLogger(__name__)
 
 NAME = "longrein_tree"
 """Of our attention among transformers' attention implementations."""
-
-
-class Way(NamedTuple):
-    """How a model's rows may be forwarded: `tree` (each distinct prefix once), `packed` (no padding) or `padded`."""
-
-    name: Literal["tree", "packed", "padded"]
-    reason: str
-    """Why not a better one; empty for `tree`."""
 
 
 class Unpackable(LongreinError):
@@ -65,14 +56,13 @@ def packed_hidden(
     on_gpu = next(decoder.parameters()).device.type == "cuda"
     compiled = on_gpu and can_compile() and _compiles(model) if compiled is None else compiled
     if needed is None:
-        return _hidden(model, tree, backend, compiled)
-    places, order = np.unique(needed, return_inverse=True)
-    spare = not compiled and not on_gpu and len(places) > 0 and _spares(model)
-    hidden = _hidden(model, tree, backend, compiled, needed=places if spare else None)
-    return hidden.index_select(0, torch.as_tensor(places[order], device=hidden.device))
+        return hidden_states(model, tree, backend, compiled)
+    spare = not compiled and not on_gpu and len(needed) > 0 and _spares(model)
+    hidden = hidden_states(model, tree, backend, compiled, needed=np.unique(needed) if spare else None)
+    return hidden.index_select(0, torch.as_tensor(needed, device=hidden.device))
 
 
-def _hidden(
+def hidden_states(
     model: nn.Module,
     tree: PrefixTree,
     backend: str,
@@ -80,6 +70,8 @@ def _hidden(
     reach: int = 0,
     needed: Ints | None = None,
 ) -> Tensor:
+    """Those of one pass, run as it is told: where places are `needed`, what it gives at others says nothing. Masks are looked at
+    up to the position `reach`."""
     decoder = decoder_of(model)
     device = next(decoder.parameters()).device
     if not len(tree):
@@ -96,109 +88,13 @@ def _hidden(
     return output.last_hidden_state[0]
 
 
-_ways: weakref.WeakKeyDictionary[nn.Module, dict[Any, Way]] = weakref.WeakKeyDictionary()
-
-
-def way_for(model: nn.Module) -> Way:
-    """The best way that is exact for this model as it stands, said once in the log where it is not the tree."""
-    config = getattr(model, "config", None)  # what may change while a model is trained is looked at each time
-    key = (model.training, getattr(config, "output_router_logits", False), _random(model))
-    known = _ways.setdefault(model, {})
-    if key not in known:
-        known[key] = _decide(model)
-        if known[key].name != "tree":
-            logger.warning("%s: rows are forwarded %s, since %s", type(model).__name__, *known[key])
-    return known[key]
-
-
-def _decide(model: nn.Module) -> Way:
-    try:
-        _refuse(model)
-        if not (reason := _random(model) or _difference(model, share=True)):
-            return Way("tree", "")
-        worse = _difference(model, share=False)
-        return Way("padded", worse) if worse else Way("packed", reason)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # whatever a packed pass of an unknown model runs into, the padded one stands
-        return Way("padded", str(error) or type(error).__name__)
-
-
-def _refuse(model: nn.Module) -> None:
-    """Raise where a look at the model is enough to know that its rows cannot be packed."""
-    for name, adapter in getattr(model, "peft_config", {}).items():
-        if getattr(adapter, "is_prompt_learning", False) or getattr(adapter, "alora_invocation_tokens", None):
-            raise Unpackable(f"the adapter {name!r} ({type(adapter).__name__}) acts on rows, not on tokens")
-    decoder = decoder_of(model)
-    if any(hasattr(parameter, "ds_id") or hasattr(parameter, "device_mesh") for parameter in decoder.parameters()):
-        raise Unpackable("its parameters are sharded, and only a pass of the whole model gathers them")
-    for module in decoder.modules():
-        if isinstance(module, nn.Conv1d):
-            raise Unpackable(f"{type(decoder).__name__} has a convolution over tokens")
-    for config in _configs(decoder):
-        if getattr(config, "output_router_logits", False):
-            raise Unpackable("the load-balancing loss of its experts counts every token of every row")
-        if model.training:
-            for name, value in vars(config).items():
-                if "att" in name and "drop" in name and isinstance(value, float) and value > 0:
-                    raise Unpackable(f"{name} is {value}")
-
-
-def _random(model: nn.Module) -> str:
-    """What would give a shared token one random draw where each of its rows has its own."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
-            return f"{name} drops out {module.p} of its inputs, differently in each row"
-    if model.training and any(getattr(config, "router_jitter_noise", 0) for config in _configs(model)):
-        return "router_jitter_noise is not 0, and differs in each row"
-    return ""
-
-
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
 """Relative; half precision has 0.1. What a packed pass gets wrong, it gets wrong by the size of the values."""
-REACH = 1 << 17
-"""Masks are looked at up to this position when a way is decided: chunks and windows are long."""
 
 
-def _difference(model: nn.Module, *, share: bool) -> str:
-    """Where a packed pass over a few short rows differs from a plain pass over each; empty where it does not.
-
-    Every module's output is compared and not the logits only: what comes out of a fresh model's new layer may be
-    multiplied by zero today.
-    """
-    decoder = decoder_of(model)
-    rows = _trial_rows(_vocabulary(model))
-    tree = PrefixTree.of(rows, share=share)
-    device = next(decoder.parameters()).device
-    places = torch.as_tensor(np.concatenate(tree.places), device=device)
-    with _evaluating(model), torch.no_grad(), torch.autocast(device.type, enabled=False):
-        with _outputs(decoder) as packed:
-            hidden = _hidden(model, tree, "auto", reach=REACH)
-        packed["its output head"] = [Head.of(model).logits(hidden)[None].to(hidden.dtype)]
-        plain = []
-        for row in rows:
-            with _outputs(decoder) as outputs:
-                result = model(input_ids=torch.as_tensor(row, device=device)[None], use_cache=False)
-            plain.append(outputs | {"its output head": [result.logits]})
-    for name, results in packed.items():
-        for index, result in enumerate(results):
-            if result.shape[:2] != (1, len(tree)):  # not by token: a router's choices, an expert's share
-                continue
-            expected = torch.cat([outputs[name][index][0] for outputs in plain]).flatten(1).float()
-            errors = (result[0, places].flatten(1).float() - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-6)
-            exact = result.dtype in TOLERANCE  # in half precision a token may be routed to another expert by rounding
-            error = (errors if exact else errors[places >= int(tree.ends[0])]).quantile(1.0 if exact else 0.5).item()
-            if not error < TOLERANCE.get(result.dtype, 0.1):
-                return f"a packed pass changes what {name or type(decoder).__name__} gives by {error:.2g}"
-    return ""
-
-
-def _vocabulary(model: nn.Module) -> int:
-    return min(model.get_input_embeddings().num_embeddings, 1000)  # pyright: ignore[reportCallIssue]
-
-
-def _trial_rows(size: int) -> list[np.ndarray]:
+def trial_rows(model: nn.Module) -> list[np.ndarray]:
     """Short rows with forks at several depths, one row that ends inside another, and one that shares nothing."""
+    size = min(model.get_input_embeddings().num_embeddings, 1000)  # pyright: ignore[reportCallIssue]
     ids = np.random.default_rng(0).integers(0, size, 40)
     ids[[5, 10, 15, 20, 25]] = np.arange(5) % size  # where rows fork, they differ
     trunk = ids[:5]
@@ -215,7 +111,7 @@ def _trial_rows(size: int) -> list[np.ndarray]:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -225,28 +121,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-@contextmanager
-def _outputs(decoder: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """What each module gives during the pass, call by call."""
-    found: dict[str, list[Tensor]] = {}
-
-    def keep(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            first = output[0] if isinstance(output, (tuple, list)) and output else output
-            if isinstance(first, Tensor) and first.dim() >= 2:
-                found.setdefault(name, []).append(first)
-
-        return hook
-
-    handles = [module.register_forward_hook(keep(name)) for name, module in decoder.named_modules()]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _configs(decoder: nn.Module) -> list[Any]:
+def configs(decoder: nn.Module) -> list[Any]:
     return list({id(module.config): module.config for module in decoder.modules() if hasattr(module, "config")}.values())
 
 
@@ -289,7 +164,7 @@ _state = threading.local()
 @contextmanager
 def _led(lead: _Lead) -> Iterator[None]:
     """The decoder's attention goes through ours, in this thread."""
-    before = [(config, config._attn_implementation_internal) for config in _configs(lead.decoder)]
+    before = [(config, config._attn_implementation_internal) for config in configs(lead.decoder)]
     outer = getattr(_state, "lead", None)
     _state.lead = lead
     forwards = [(vars(layer), vars(layer).get("forward")) for layer, _ in lead.forwards]
@@ -328,7 +203,7 @@ def _compiles(model: nn.Module) -> bool:
         trained = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
         try:
             with torch.enable_grad(), _unchecked(decoder):
-                hidden = _hidden(model, PrefixTree.of(_trial_rows(_vocabulary(model))), "auto", compiled=True)
+                hidden = hidden_states(model, PrefixTree.of(trial_rows(model)), "auto", compiled=True)
                 if hidden.requires_grad:
                     torch.autograd.grad(hidden.float().sum(), trained, allow_unused=True)
             _compile[decoder] = True
@@ -360,12 +235,12 @@ def _spares(model: nn.Module) -> bool:
     """Whether the decoder's last layer gives the same where it is computed for some tokens alone; tried once, on a few rows."""
     decoder = decoder_of(model)
     if decoder not in _spare:
-        tree = PrefixTree.of(_trial_rows(_vocabulary(model)))
+        tree = PrefixTree.of(trial_rows(model))
         needed = np.arange(2, len(tree), 3)
-        with _evaluating(model), torch.no_grad(), torch.autocast(next(decoder.parameters()).device.type, enabled=False):
-            whole = _hidden(model, tree, "auto")[needed].float()
+        with evaluating(model), torch.no_grad(), torch.autocast(next(decoder.parameters()).device.type, enabled=False):
+            whole = hidden_states(model, tree, "auto")[needed].float()
             try:
-                apart = (_hidden(model, tree, "auto", needed=needed)[needed].float() - whole).norm() / whole.norm()
+                apart = (hidden_states(model, tree, "auto", needed=needed)[needed].float() - whole).norm() / whole.norm()
             except Exception:  # whatever it runs into, the whole layer stands
                 apart = torch.inf
         _spare[decoder] = bool(apart < TOLERANCE.get(next(decoder.parameters()).dtype, 0.1))
