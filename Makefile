@@ -28,7 +28,7 @@ help:
 	@echo "make test-docs                             every command that README and docs show, the slow ones too"
 	@echo "make docs                                  the documentation as a site, in site/"
 	@echo "make format                                put the code into its format"
-	@echo "make bench                                 sampling, a training step and the proxy, beside what others do"
+	@echo "make bench [FULL=1]                        sampling, a training step and the proxy, beside what others do"
 	@echo "make bench-peers                           what the proxy costs, beside the proxies of others"
 
 train: $(READY) sandbox $(if $(filter smollm2,$(MODEL)),$(SMOLLM2),$(TINY))
@@ -77,9 +77,10 @@ PEER_litellm := litellm[proxy]
 PEER_verifiers := verifiers
 # One thread: two busy threads are slower than one for small models, and ratios are cleaner.
 bench: $(READY) $(TINY) $(SMOLLM2) .cache/tokenizers/qwen3/tokenizer.json
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.engine
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.train_step
-	$(BIN)/python -m benchmarks.proxy
+	@echo "$(if $(FULL),three rounds of everything: more than an hour of a quiet core,training steps take about 20 minutes of a quiet core; make bench FULL=1 for all rounds)"
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.engine $(if $(FULL),,--quick)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.train_step $(if $(FULL),--full)
+	$(BIN)/python -m benchmarks.proxy $(if $(FULL),,--quick)
 
 bench-peers: $(READY) .cache/tokenizers/qwen3/tokenizer.json $(PEERS:%=.venv-%/.ready)
 	$(BIN)/python -m benchmarks.proxy

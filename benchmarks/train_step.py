@@ -31,8 +31,8 @@ MICRO_BATCHES = {"cpu": (16,), "cuda": (1, 2, 4)}
 """Rows a forward of TRL's; the fastest of them is taken."""
 SEEDS = {"cpu": (0, 1, 2), "cuda": (0,)}
 """A workload is drawn from each: of one draw of a few rows, luck alone moves the ratio by a fifth."""
-MINUTES = {"cpu": 6, "cuda": 4}
-"""What a round of all workloads takes, about, on the machines of docs/training-speed.md."""
+MINUTES = {"cpu": 5, "cuda": 4}
+"""What a round of one draw of all workloads takes, about, on the machines of docs/training-speed.md."""
 KEYS = ("workload", "device", "ratio_trl", "ratio_trl_sorted", "seconds", "peak_gib", "floor_share")
 """Of an object that is printed with `--json`."""
 TOLERANCE = 1e-4

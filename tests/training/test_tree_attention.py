@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import flex_attention
 
 from longrein.contract import LongreinError
-from longrein.training import tree_kernels
+from longrein.training import tree_flex, tree_kernels
 from longrein.training.tree import PrefixTree
 from longrein.training.tree_attention import TreeAttention
 from longrein.training.tree_flex import BLOCK, Flex, _blocks, bucket
@@ -189,6 +190,17 @@ def test_flex_looks_at_every_block_it_must_and_masks_no_block_it_need_not(seed, 
         assert (some == tiles.any(3).any(1).numpy()).all()
     held_by = mask.to_dense()[0, 0].bool().numpy()
     assert (held_by == some).all()
+
+
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_what_flex_gives_before_it_is_compiled(window, softcap, monkeypatch):
+    monkeypatch.setattr(tree_flex, "_compiled", lambda: flex_attention)
+    tree = PrefixTree.of([row[:250] for row in GPU_ROWS])
+    leaves = [leaf.detach().float() for leaf in inputs(tree, width=16)]
+    out = Flex(tree, CPU, window)(*leaves, 16**-0.5, softcap).transpose(1, 2)
+    _, expected = reference(*leaves, tree, window=window, softcap=softcap)
+    assert (out - expected).norm() < 1e-5 * expected.norm()
 
 
 def test_few_sizes_are_compiled_and_little_is_padded():
