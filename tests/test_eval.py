@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from longrein.check import Bytes, uses_tools
+from longrein.check import uses_tools
 from longrein.cli import main
 from longrein.contract import LongreinError
 from longrein.engines.scripted import ScriptedEngine
@@ -23,6 +23,7 @@ from longrein.proxy import InterceptionServer
 from longrein.recorder import Recorder
 from longrein.rendering import rendering_for
 from longrein.runs import Run, RunWriter
+from longrein.tokenizer import Lexicon
 
 ENVIRONMENT = """
 from longrein import Environment, Episode, Step
@@ -61,7 +62,7 @@ def endpoint(monkeypatch: Any) -> Iterator[Callable[[Any], str]]:
     servers = []
 
     def start(script: Any) -> str:
-        rendering = rendering_for(Bytes(), "qwen3")
+        rendering = rendering_for(Lexicon(), "qwen3")
         recorder = Recorder(ScriptedEngine(script, rendering), rendering)
         recorder.open("r")
         servers.append(server := InterceptionServer().start())
@@ -166,7 +167,7 @@ class Stuck(ScriptedEngine):
 def test_what_was_played_is_kept_and_the_same_command_goes_on(
     number: int, project: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    rendering = rendering_for(Bytes(), "qwen3")
+    rendering = rendering_for(Lexicon(), "qwen3")
     engine = Stuck(says_even_words, rendering)
     recorder = Recorder(engine, rendering)
     recorder.open("r")

@@ -10,7 +10,7 @@ from conversations import AWKWARD, TEXT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longrein.tokenizer import PlainTokenizer, Words, in_ascii, words_of
+from longrein.tokenizer import Lexicon, PlainTokenizer, Words, in_ascii, words_of
 
 Named = Callable[[str], Any]
 SIX = pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "llama3_2", "mistral_nemo", "smollm2", "tiny"])
@@ -68,3 +68,13 @@ def test_an_expression_with_more_than_letters_digits_and_spaces_is_left_alone() 
     assert in_ascii(r"\p{Lu}+|\s+") is None
     assert in_ascii(r"\w+") is None
     assert in_ascii(r"[^\S]") is None
+
+
+@given(texts=st.lists(ASCII | TEXT | st.sampled_from([".<|im_end|>", "<think>x</think>", "< |im_start|>"]), max_size=4))
+def test_a_lexicon_gives_back_what_it_was_given_and_cuts_special_words_out(texts: list[str]) -> None:
+    lexicon = Lexicon()
+    written = [lexicon.encode(text) for text in texts]
+    assert [lexicon.decode(ids) for ids in written] == texts
+    assert lexicon.encode("".join(texts)).count(lexicon.convert_tokens_to_ids("<|im_end|>")) == "".join(texts).count(
+        "<|im_end|>"
+    )

@@ -28,6 +28,7 @@ from longrein.proxy import CallLimits, InterceptionServer
 from longrein.recorder import Recorder
 from longrein.rendering import rendering_for
 from longrein.rollout import Call, Rollout
+from longrein.tokenizer import Lexicon
 
 PROGRAMS = {
     "react": ["{python}", "-m", "longrein.harnesses.react", "--rooms", "attic,barn,cellar"],
@@ -232,7 +233,7 @@ def _fill(folder: Path, workdir: Path) -> None:
 
 def _recorder(model: str | None, script: Sequence[str | Message] | None) -> Recorder:
     if model is None:
-        rendering = rendering_for(Bytes(), "qwen3")
+        rendering = rendering_for(Lexicon(), "qwen3")
         return Recorder(ScriptedEngine(list(script) if script else uses_tools, rendering), rendering)
     from longrein.agents import Agent
 
@@ -276,30 +277,6 @@ def _example(schema: Mapping[str, Any], name: str, turn: int) -> Any:
     if kind == "boolean":
         return False
     return f"echo check {turn}" if name in ("command", "cmd") else "." if "path" in name or "dir" in name else "check"
-
-
-class Bytes:
-    """A tokenizer without a download: a byte is a token, and so is each of Qwen3's special words."""
-
-    name_or_path, unk_token_id, eos_token_id = "bytes", None, 258
-    special = (
-        *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"),
-        *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
-    )
-
-    def encode(self, text: str, **options: Any) -> list[int]:
-        for index, word in enumerate(self.special):
-            if word in text:
-                before, _, after = text.partition(word)
-                return [*self.encode(before), 256 + index, *self.encode(after)]
-        return list(text.encode())
-
-    def decode(self, token_ids: Any, **options: Any) -> str:
-        ids = [token_ids] if isinstance(token_ids, int) else token_ids
-        return b"".join(bytes([i]) if i < 256 else self.special[i - 256].encode() for i in ids).decode(errors="replace")
-
-    def convert_tokens_to_ids(self, tokens: Any) -> Any:
-        return 256 + self.special.index(tokens) if tokens in self.special else None
 
 
 # One screen

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -71,6 +72,46 @@ class Words(dict[str, list[int]]):
             self.clear()
         ids = self[word] = self._backend.encode(word, add_special_tokens=False).ids
         return ids
+
+
+class Lexicon:
+    """A tokenizer without a download, for scripts: it learns each word that it meets, and about as many make a text as of a
+    real vocabulary's. The special words are Qwen3's.
+
+    >>> lexicon = Lexicon()
+    >>> lexicon.decode(ids := lexicon.encode("<|im_start|>user\\nGo, 12 times<|im_end|>")), len(ids)
+    ('<|im_start|>user\\nGo, 12 times<|im_end|>', 10)
+    """
+
+    name_or_path, unk_token_id = "lexicon", None
+    special = (
+        *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"),
+        *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
+    )
+    _cut = re.compile("|".join([*map(re.escape, special), r" ?[^\W\d_]{1,8}", r"\s+(?=\s)", r"."]), re.DOTALL).findall
+
+    def __init__(self) -> None:
+        self._ids = {word: number for number, word in enumerate(self.special)}
+        self._words = list(self.special)
+        self._lock = threading.Lock()
+        self.eos_token_id = self._ids["<|im_end|>"]
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        with self._lock:
+            return [self._id(word) for word in self._cut(text)]
+
+    def _id(self, word: str) -> int:
+        if word not in self._ids:
+            self._ids[word] = len(self._words)
+            self._words.append(word)
+        return self._ids[word]
+
+    def decode(self, token_ids: Any, **options: Any) -> str:
+        ids = [token_ids] if isinstance(token_ids, int) else token_ids
+        return "".join(self._words[number] for number in ids)
+
+    def convert_tokens_to_ids(self, tokens: Any) -> Any:
+        return self._ids.get(tokens) if tokens in self.special else None
 
 
 def words_of(backend: Any) -> Words | None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from longrein.contract import LongreinError
 from longrein.harnesses.catalog import FILES, harness, harnesses
+
+if TYPE_CHECKING:
+    from longrein.rendering import Rendering
 
 app = typer.Typer(help="Agent programs that longrein knows by name.", no_args_is_help=True)
 
@@ -55,25 +57,26 @@ def install(
 def bench(
     names: Annotated[list[str] | None, typer.Argument(help="Programs to run. Unsaid: all that are installed.")] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Folder or hub name of a tokenizer with a chat template. Unsaid: the small policy's.")
+        str | None,
+        typer.Option(help="Folder or hub name of a tokenizer with a chat template. Unsaid: one of longrein's own."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
-    """Run each program once on a small task with a scripted policy: what it calls, what is trained, and how long it takes."""
-    from transformers import AutoTokenizer
+    """Run each program on a small task with a scripted policy: what it calls, what is trained, and how long it takes.
 
-    from longrein.harnesses.demonstration import demonstrate
-    from longrein.harnesses.package import cache
-    from longrein.rendering import rendering_for
+    Those that compact their history or start sub-agents play an episode more for each.
+    """
+    from longrein.harnesses.demonstration import demonstrate, episodes
 
     chosen = [harness(name) for name in names] if names else [known for known in harnesses() if known.installed()]
     if not chosen:
         raise LongreinError("no program is installed; `longrein harness install all` does it")
-    rendering = rendering_for(AutoTokenizer.from_pretrained(tokenizer or cache().parent / "tiny"))
+    rendering = _rendering(tokenizer)
     columns = {
         "program": "program",
         "version": "version",
         "dialect": "dialect",
+        "episode": "episode",
         "reward": "reward",
         "calls": "calls",
         "side_calls": "side calls",
@@ -86,7 +89,25 @@ def bench(
     }
     if not as_json:
         typer.echo(f"| {' | '.join(columns.values())} |\n|{'---|' * len(columns)}")
-    for known in chosen:
-        summary = demonstrate(known, rendering).summary()
+    for program, episode in [(known, episode) for known in chosen for episode in episodes(known)]:
+        summary = demonstrate(program, rendering, episode=episode).summary()
         line = f"| {' | '.join(str(summary[column]) for column in columns)} |"
         typer.echo(json.dumps(summary) if as_json else line)
+
+
+def _rendering(tokenizer: str | None) -> Rendering:
+    from longrein.rendering import rendering_for
+    from longrein.tokenizer import Lexicon
+
+    if tokenizer is None:
+        return rendering_for(Lexicon(), "qwen3")
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise LongreinError(
+            "--tokenizer needs transformers, which is not installed: pip install 'longrein[train]', or leave it unsaid"
+        ) from None
+    try:
+        return rendering_for(AutoTokenizer.from_pretrained(tokenizer))
+    except (OSError, ValueError) as error:
+        raise LongreinError(f"--tokenizer {tokenizer} cannot be loaded: {error}") from None
