@@ -123,7 +123,44 @@ def test_a_program_without_a_call_is_not_exact(capsys: pytest.CaptureFixture[str
     show(report)
     told = capsys.readouterr().out
     assert "It made no model call." in told
+    assert "--env NAME={base_url}" in told
     assert "no model for me" in told
+
+
+def test_a_program_that_crashes_after_its_calls_is_heard(capsys: pytest.CaptureFixture[str]) -> None:
+    report = run("ask(task)\nraise RuntimeError('boom: I cannot go on')")
+    assert (report.exact, report.exit_code, report.calls) == (True, 1, 1)
+    show(report)
+    told = capsys.readouterr().out
+    assert "exit code 1" in told
+    assert "Its last words" in told
+    assert "boom: I cannot go on" in told
+
+
+def test_what_it_was_refused_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = 'post("/v1/chat/completions", {"messages": "no"})\n'
+    report = run(f"{wrong}{wrong}ask(task)")
+    assert (report.calls, report.errors, len(report.refusals)) == (1, 2, 1)
+    show(report)
+    assert "refused: messages is a string" in capsys.readouterr().out
+    show(run(wrong))
+    assert "None of its calls was answered." in capsys.readouterr().out
+
+
+def test_a_program_that_hangs_or_never_stops_asking_is_ended() -> None:
+    hangs = check([sys.executable, "-c", "import time; time.sleep(1000)"], timeout=3)
+    assert (hangs.limit, hangs.exit_code) == ("time", 137)
+    asks = "told = list(task)\nwhile True:\n    reply = ask(told)\n    told += [reply, *result(reply), {'role': 'user', 'content': 'again'}]"
+    endless = run(asks, max_calls=5)
+    assert (endless.limit, endless.calls, endless.rewrites) == ("calls", 5, 0)
+
+
+def test_a_real_model_answers_in_place_of_the_script(folder: Any) -> None:
+    report = run("ask(task)\nask([*task[:1], {'role': 'user', 'content': 'x' * 20_000}])", model=str(folder("tiny")))
+    assert (report.exact, report.calls) == (True, 1)
+    assert report.sampled == report.trained > 0
+    (refusal,) = report.refusals  # a real model has a context that ends
+    assert "maximum context length" in refusal
 
 
 def test_a_script_and_a_folder_are_used_and_braces_stay(tmp_path: Path) -> None:

@@ -46,6 +46,10 @@ ENV = {
     "GEMINI_API_KEY": "{key}",
 }
 """How programs of every dialect are told of the proxy, besides what they are told anyway."""
+NO_CALL = (
+    "[red]It made no model call.[/red] It was told of the proxy by OPENAI_BASE_URL and OPENAI_API_KEY, ANTHROPIC_BASE_URL and\n"
+    "ANTHROPIC_AUTH_TOKEN, GOOGLE_GEMINI_BASE_URL and GEMINI_API_KEY; `--env NAME={base_url}` and `--env NAME={key}` tell it more."
+)
 DIFF_LINES = 12
 _LEFT = ".longrein-left.json"
 
@@ -81,6 +85,8 @@ class Report:
     undelivered: int = 0
     joined: int = 0
     errors: int = 0
+    refusals: list[str] = field(default_factory=list)
+    """What the errors said."""
     routes: list[str] = field(default_factory=list)
     """That it wanted and the server does not have."""
     processes_left: list[str] = field(default_factory=list)
@@ -149,10 +155,11 @@ def check(
             server.seal("check")
             traffic = server.traffic("check")
     report.exit_code, report.limit = outcome.exit_code, outcome.limit
-    report.last_words = (outcome.stderr.strip() or outcome.stdout.strip())[-300:] if outcome.exit_code else ""
+    report.last_words = _end(outcome.stderr.strip() or outcome.stdout.strip()) if outcome.exit_code else ""
     report.processes_left, report.files_left = told.get("processes", []), told.get("files", {})
     report.dialects, report.streamed, report.joined = traffic.dialects, traffic.streamed, traffic.joined
     report.errors, report.routes, report.asked = traffic.errors, traffic.unknown_routes, traffic.asked
+    report.refusals = traffic.refusals
     report.failure, report.undelivered = traffic.failure, len(traffic.undelivered)
     _read(rollout, report)
     recorder.finish("check")
@@ -228,6 +235,11 @@ def _fill(folder: Path, workdir: Path) -> None:
     shutil.copytree(folder, workdir, symlinks=True, dirs_exist_ok=True)
 
 
+def _end(text: str, longest: int = 300) -> str:
+    """The last lines of a text, whole where they are not too long."""
+    return text if len(text) <= longest else f"...{text[-longest:].partition(chr(10))[2] or text[-longest:]}"
+
+
 # The model
 
 
@@ -289,18 +301,21 @@ def show(report: Report) -> None:
     from rich.table import Table
 
     console = Console(width=None if os.isatty(1) else 120)
-    table = Table(title=escape(" ".join(report.command))[:100], title_justify="left", show_header=False)
+    table = Table(show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in _rows(report):
         table.add_row(name, escape(value))
+    console.print(" ".join(" ".join(report.command).split())[:100], style="italic", markup=False, highlight=False)
     console.print(table)
+    if report.last_words:
+        console.print(f"[yellow]Its last words:[/yellow] {escape(report.last_words)}")
     if report.exact:
         console.print("[green]Every call was token-exact.[/green]")
-    elif report.calls == 0:
-        console.print(f"[red]It made no model call.[/red] {escape(report.last_words)}")
     elif report.failure is not None:
         console.print(f"[red]Our side broke:[/red] {escape(report.failure)}")
+    elif report.calls == 0:
+        console.print("[red]None of its calls was answered.[/red]" if report.refusals else NO_CALL)
     else:
         again = f"{report.rewrites} of {report.calls} calls came with a rewritten history"
         console.print(f"[yellow]{again}: each starts a branch, and its sampled tokens were rendered again.[/yellow]")
@@ -308,7 +323,8 @@ def show(report: Report) -> None:
 
 def _rows(report: Report) -> list[tuple[str, str]]:
     ended = f"exit code {report.exit_code} after {report.seconds:g} s" + (f", out of {report.limit}" if report.limit else "")
-    per = f"{report.streamed} of {report.calls} streamed"
+    streamed = {0: "not streamed", report.calls: "streamed"}.get(report.streamed, f"{report.streamed} of them streamed")
+    per = f"{report.calls}, {streamed}" if report.calls else "none"
     left = [
         f"{name}: {', '.join(files[:4])}{' ...' if len(files) > 4 else ''}"
         for name, files in report.files_left.items()
@@ -320,8 +336,8 @@ def _rows(report: Report) -> list[tuple[str, str]]:
     return [
         ("program", ended + ("" if report.sandboxed else ", without a sandbox")),
         ("dialect", ", ".join(report.dialects) or "none"),
-        ("calls", ", ".join([per, *trouble])),
-        ("tools", f"{len(report.tools)}: {', '.join(report.tools)}"[:200]),
+        ("calls", "\n".join([", ".join([per, *trouble]), *(f"refused: {said[:160]}" for said in report.refusals[:3])])),
+        ("tools", f"{len(report.tools)}: {', '.join(report.tools)}"[:200] if report.tools else "none"),
         ("asks for", asked[:200] or "nothing"),
         ("side calls", f"{report.side_calls}, not trained" if report.side_calls else "none"),
         ("conversations", str(report.conversations)),

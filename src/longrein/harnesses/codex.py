@@ -45,7 +45,6 @@ HARNESS = Harness(
     ),
     env={"CODEX_HOME": "{home}/.codex"},
     files={"~/.codex/config.toml": _CONFIG},
-    side_calls="compaction and sub-agents, as calls of their own",
     demo=(
         Step("exec_command", {"cmd": "pwd && cat {file}"}),
         Step("apply_patch", {"input": "*** Begin Patch\n*** Update File: {file}\n@@\n-{old}\n+{new}\n*** End Patch\n"}),

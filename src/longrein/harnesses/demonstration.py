@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from longrein.engines.scripted import ScriptedEngine
-from longrein.harnesses.harness import Compaction, Harness, SubAgent
+from longrein.harnesses.harness import Harness
 from longrein.harnesses.outcome import Outcome
 from longrein.harnesses.policies import BROKEN, FILE, OLD, RIGHT, Compacting, Delegating, Policy, logs
 from longrein.harnesses.process import ProcessSessionFactory
@@ -33,8 +33,8 @@ POLICIES = {"mending": Policy, "compaction": Compacting, "sub-agent": Delegating
 
 def episodes(harness: Harness) -> list[str]:
     """The episodes that a program can play."""
-    able = {"compaction": isinstance(harness.compaction, Compaction), "sub-agent": isinstance(harness.sub_agent, SubAgent)}
-    return [name for name in POLICIES if able.get(name, True)]
+    able = {"mending": harness.demo, "compaction": harness.compaction, "sub-agent": harness.sub_agent}
+    return [name for name in POLICIES if able[name]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def demonstrate(
     settings = harness.settings()
     settings["files"][FILE] = BROKEN
     context_length = None
-    if episode == "compaction" and isinstance(way := harness.compaction, Compaction):
+    if episode == "compaction" and (way := harness.compaction):
         settings["env"].update(way.env)
         settings["files"].update({**way.files, **logs(way.log_lines)})
         context_length = way.context_length
@@ -94,7 +94,7 @@ def demonstrate(
             both = f'"$0" "$@" && {shlex.join(again)}'
             settings["command"] = ["sh", "-c", both, *settings["command"]]
             settings["sandbox"] = {"readable": [str(harness.folder)]} if why_not() is None else "auto"
-    if episode == "sub-agent" and isinstance(harness.sub_agent, SubAgent):
+    if episode == "sub-agent" and harness.sub_agent:
         settings["files"].update(harness.sub_agent.files)
     recorder = Recorder(engine(POLICIES[episode](harness, line), rendering), rendering, context_length=context_length)
     with InterceptionServer() as server:

@@ -28,7 +28,7 @@ HARNESS = Harness(
         "GEMINI_CLI_TRUST_WORKSPACE": "true",
     },
     files={_PATH: json.dumps(_SETTINGS)},
-    side_calls="compaction, and a look for loops after many turns, both without tools",
+    side_calls="a look for loops after many turns; it asks for JSON, is refused, and goes on without",
     demo=(
         Step("run_shell_command", {"command": "pwd && cat {file}", "description": "Look at the file"}),
         Step(

@@ -86,10 +86,9 @@ class Harness:
     demo: tuple[Step | str, ...] = ()
     """How a policy that knows its tools looks at `{file}` in `{folder}` and puts the line `{new}` in place of `{old}`, reply by
     reply: a tool call, or the words of one. `{text}` is the file as it shall be, `{quoted}` the same in Python."""
-    compaction: Compaction | str = "has none"
-    """Or why it cannot be shown."""
-    sub_agent: SubAgent | str = "has none"
-    """Or why it cannot be shown."""
+    compaction: Compaction | None = None
+    sub_agent: SubAgent | None = None
+    """Both only where the program, as it is run here, can do so."""
     closes: bool = True
     """Whether it asks for a last word, after its last tool call."""
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from longrein.contract import Message, Tool
-from longrein.harnesses.harness import Compaction, Harness, Step, SubAgent
+from longrein.harnesses.harness import Harness, Step
 from longrein.harnesses.templates import fill
 
 FILE = "calc.py"
@@ -68,7 +68,7 @@ class Compacting(Policy):
 
     def __init__(self, harness: Harness, line: str = RIGHT) -> None:
         super().__init__(harness, line)
-        assert isinstance(harness.compaction, Compaction)
+        assert harness.compaction is not None
         self._way, self._done, self._summaries = harness.compaction, 0, 0
         look = harness.demo[0]
         break_off = ["I have read the logs."] if self._way.resumed else []
@@ -88,7 +88,7 @@ class Delegating(Policy):
 
     def __init__(self, harness: Harness, line: str = RIGHT) -> None:
         super().__init__(harness, line)
-        assert isinstance(harness.sub_agent, SubAgent)
+        assert harness.sub_agent is not None
         self._steps = (*harness.sub_agent.starts, *harness.demo)
         self._errand = (harness.demo[0], *harness.sub_agent.reports)
 

@@ -331,7 +331,7 @@ class InterceptionServer:
             except Exception as error:
                 refused = DialectError(500, "The server broke.") if session is None else session.fail(error)
             if session is not None and not session.sealed:
-                session.traffic.errors += 1
+                session.refused(refused)
             return error_response(refused, spoken)
 
         return handler

@@ -32,6 +32,7 @@ from longrein.rollout import Rollout
 logger = logging.getLogger(__name__)
 
 MAX_UNKNOWN_ROUTES = 100
+MAX_REFUSALS = 10
 GRACE_SECONDS = 1.0
 """How long an ending rollout waits for a connection that does not take its reply."""
 
@@ -55,6 +56,8 @@ class Traffic:
     """Requests that got the reply of an earlier one whose reply was lost."""
     errors: int = 0
     """Requests that were answered with an error."""
+    refusals: list[str] = field(default_factory=list)
+    """What they were told, each once; of routes that are not there see `unknown_routes`."""
     tokens: int = 0
     """Sampled tokens."""
     unknown_routes: list[str] = field(default_factory=list)
@@ -319,6 +322,13 @@ class Session:
         if isinstance(error, ConversationError):
             return DialectError(400, str(error), param="messages")
         return self.fail(error)
+
+    def refused(self, error: DialectError) -> None:
+        """A request was answered with an error."""
+        self.traffic.errors += 1
+        told = self.traffic.refusals
+        if error.status != 404 and error.message not in told and len(told) < MAX_REFUSALS:
+            told.append(error.message)
 
     def fail(self, error: BaseException) -> DialectError:
         """Our side broke: the rollout is not scored, and the program is told to give up."""

@@ -16,7 +16,7 @@ from longrein.engines.scripted import ScriptedEngine
 from longrein.envs import HarnessEnv
 from longrein.harnesses.catalog import FILES, harness
 from longrein.harnesses.demonstration import INSTRUCTION, Demonstration, demonstrate, episodes
-from longrein.harnesses.harness import Compaction, Harness, SubAgent
+from longrein.harnesses.harness import Harness
 from longrein.harnesses.policies import BROKEN, ERRAND, FILE, FINDING, RIGHT, WRONG, Policy
 from longrein.rollout import Call, Rollout
 
@@ -136,7 +136,7 @@ def test_a_compaction_starts_a_branch_and_its_summary_is_trained(name: str, know
     played = demonstrate(known, rendering("qwen3"), episode="compaction", engine=engine, timeout=600)
     rollout = exact(played, engine)
     way = known.compaction
-    assert isinstance(way, Compaction)
+    assert way is not None
     assert played.traffic.errors == (way.context_length is not None), told(played)  # the prompt that was too long
     calls = list(rollout.calls.values())
     summaries = [call for call in calls if "Summary" in call.reply["content"] and call.excluded is None]
@@ -161,7 +161,7 @@ def test_a_sub_agent_is_a_branch_of_its_own(name: str, known: Harness, rendering
     rollout = exact(played, engine)
     assert played.traffic.errors == 0, told(played)
     way = known.sub_agent
-    assert isinstance(way, SubAgent)
+    assert way is not None
     trained = [call for call in rollout.calls.values() if call.excluded is None]
     sent = [call for call in trained if ERRAND in text(rollout.path(call.id)[0])]
     main = [call for call in trained if call not in sent]
