@@ -88,7 +88,7 @@ class SlowEpisode(Episode):
     async def step(self, reply):
         return Step(messages=[{"role": "user", "content": reply["content"]}], info={"reply": reply})
 
-    def limit_reached(self, limit):
+    async def limit_reached(self, limit):
         return -0.5
 
     async def close(self):

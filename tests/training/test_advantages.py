@@ -162,7 +162,7 @@ def test_a_failed_rollout_gets_nothing_and_is_not_there_for_the_others(one: Batc
     finals = one.final_rewards.copy()
     finals[failed] = NAN
     rewards = one.rewards.copy()
-    rewards[one.row_rollout == failed] = NAN
+    rewards[one.row_rollout == failed] = random.choice([NAN, 0.0, 5.0])
     result = advantages(name, dataclasses.replace(one, final_rewards=finals, rewards=rewards))
     assert (result[one.row_rollout == failed] == 0).all()
 

@@ -50,6 +50,7 @@ def test_a_page_of_another_site_cannot_read_a_run_under_its_own_name(address: st
         ("api/rollouts/999", "has no rollout 999"),
         ("api/rollouts/1/tokens?call=77", "rollout 1 has no call 77; it has 2"),
         ("api/rollouts?sort=task;drop", "sort is 'task;drop'; it must be one of number"),
+        ("api/rollouts?page=99999999999999999999", "too large"),
         ("api/rollouts?step=two", "invalid literal"),
     ],
 )

@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 from longrein.contract import LongreinError, Message
-from longrein.envs.environment import Environment, Episode, class_path
+from longrein.envs.environment import Environment, Episode, class_path, settled
 from longrein.envs.harness import HarnessEnv
 from longrein.recorder import run_sync
 
@@ -96,7 +96,7 @@ class ServedEnvironment(OpenEnvironment[ReplyAction, MessagesObservation, State]
         self._state.step_count += 1
         reward, limit = float(step.reward), None if step.done else self._limit()
         if limit is not None:
-            reward += float(episode.limit_reached(limit))
+            reward += float(await _called(episode.limit_reached, limit))
         if done := step.done or limit is not None:
             await self._let_go()
         return MessagesObservation(
@@ -203,5 +203,4 @@ def make_app(
 
 async def _called(method: Any, *args: Any) -> Any:
     """A method's answer; one that is not async may compute for long, and does so on a thread."""
-    value = await (method(*args) if inspect.iscoroutinefunction(method) else asyncio.to_thread(method, *args))
-    return await value if inspect.isawaitable(value) else value
+    return await settled(method(*args) if inspect.iscoroutinefunction(method) else await asyncio.to_thread(method, *args))

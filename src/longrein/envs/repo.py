@@ -361,7 +361,7 @@ def _tested(task: Mapping[str, Any], code: Path) -> int:
 
 def _restore_configuration(original: Path, code: Path) -> None:
     for path in sorted(code.rglob("*"), reverse=True):
-        if path.name in CONFIGURATION or path.suffix == ".pth":
+        if path.name in CONFIGURATION:
             _remove(path)
     for path in original.rglob("*"):
         inside = path.relative_to(original)

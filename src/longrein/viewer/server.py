@@ -50,7 +50,7 @@ def application(run: Run, hosts: frozenset[str] = frozenset({"127.0.0.1", "local
         async def handler(request: web.Request) -> web.Response:
             try:
                 body = await asyncio.to_thread(lambda: data.wire(make(request)))
-            except (LongreinError, ValueError) as error:
+            except (LongreinError, ValueError, OverflowError) as error:
                 return web.Response(status=404, body=data.wire({"error": str(error)}), content_type="application/json")
             return web.Response(body=body, content_type="application/json")
 
