@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import requests
 
-from longrein.check import Bytes
 from longrein.contract import LongreinError
 from longrein.engines.scripted import ScriptedEngine
 from longrein.recorder import Recorder
 from longrein.rendering import rendering_for
 from longrein.serving import ModelServer
+from longrein.tokenizer import Lexicon
 
 
 class Counting(ScriptedEngine):
@@ -39,7 +39,7 @@ class Counting(ScriptedEngine):
 
 @pytest.fixture
 def server() -> Iterator[ModelServer]:
-    rendering = rendering_for(Bytes(), "qwen3")
+    rendering = rendering_for(Lexicon(), "qwen3")
     with ModelServer(Recorder(Counting(rendering), rendering), remember_conversations=3) as server:
         yield server
 

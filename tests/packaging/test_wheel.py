@@ -20,11 +20,11 @@ import pytest
 from empty import Empty, installed, linked
 from missing import missing
 
-from longrein.check import Bytes
 from longrein.engines.scripted import ScriptedEngine
 from longrein.proxy import InterceptionServer
 from longrein.recorder import Recorder
 from longrein.rendering import rendering_for
+from longrein.tokenizer import Lexicon
 
 ROOT = Path(__file__).parent.parent.parent
 WAYS = ["linked", pytest.param("installed", marks=pytest.mark.installs)]
@@ -109,7 +109,7 @@ def test_without_it_training_says_what_to_install(command: list[str], light: Emp
 
 def test_without_it_an_endpoint_is_evaluated_looked_at_exported_and_replayed(light: Empty) -> None:
     (light.home / "tasks.jsonl").write_text('{"rooms": ["attic", "barn"]}\n{"rooms": ["shed"]}\n')
-    rendering = rendering_for(Bytes(), "qwen3")
+    rendering = rendering_for(Lexicon(), "qwen3")
     recorder = Recorder(ScriptedEngine(lambda messages, tools: "I do not know.", rendering), rendering)
     recorder.open("r")
     with InterceptionServer() as server:
