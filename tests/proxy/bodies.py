@@ -49,10 +49,12 @@ BODY = nearly(
 
 # The other dialects
 
-PART = nearly(type=st.sampled_from(["input_text", "output_text", "text"]), text=TEXT)
+PART = nearly(
+    type=st.sampled_from(["input_text", "output_text", "text", "encrypted_content"]), text=TEXT, encrypted_content=TEXT
+)
 ITEM = nearly(
     type=st.sampled_from(
-        ["message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"]
+        "message agent_message reasoning function_call function_call_output custom_tool_call custom_tool_call_output".split()
     ),
     role=st.sampled_from(responses.ROLES),
     content=TEXT | st.lists(PART, max_size=2),

@@ -78,7 +78,7 @@ def demonstrate(
     *,
     episode: str = "mending",
     line: str = RIGHT,
-    timeout: float = 120.0,
+    timeout: float = 600.0,
     engine: type[ScriptedEngine] = ScriptedEngine,
 ) -> Demonstration:
     """Play an episode; `line` is what the policy puts in place of the broken one."""
