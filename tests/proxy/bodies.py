@@ -54,7 +54,15 @@ PART = nearly(
 )
 ITEM = nearly(
     type=st.sampled_from(
-        "message agent_message reasoning function_call function_call_output custom_tool_call custom_tool_call_output".split()
+        [
+            "message",
+            "agent_message",
+            "reasoning",
+            "function_call",
+            "function_call_output",
+            "custom_tool_call",
+            "custom_tool_call_output",
+        ]
     ),
     role=st.sampled_from(responses.ROLES),
     content=TEXT | st.lists(PART, max_size=2),
