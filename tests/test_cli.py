@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
 import signal
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +66,7 @@ def test_the_trained_model_loads(run: Any) -> None:
 def test_ctrl_c_saves_and_says_how_to_go_on(folder: Any, tmp_path: Path) -> None:
     flags = ["--steps", "30", "--tasks-per-step", "2", "--num-generations", "4", "--heldout", "8", "--micro-batch", "8"]
     command = [sys.executable, "-u", "-c", "from longrein.cli import main; main()", "train", "--model", str(folder("tiny"))]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "MARK": (mark := f"mark-{uuid.uuid4().hex}")}
     with subprocess.Popen(
         [*command, *flags, "--program-share", "0.5", "--out", "run"],
         cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -77,6 +79,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(folder: Any, tmp_path: Path) -> None
         _, told = process.communicate(timeout=180)
     assert process.returncode == 130, told
     assert "stopped; go on with: longrein train --resume run" in told
+    assert not _alive(mark), "nothing that it started goes on"
     assert os.readlink(tmp_path / "latest") == "run"
     config = json.loads((tmp_path / "run/config.json").read_text())
     (tmp_path / "run/config.json").write_text(json.dumps({**config, "steps": 5}))
@@ -87,9 +90,29 @@ def test_ctrl_c_saves_and_says_how_to_go_on(folder: Any, tmp_path: Path) -> None
     assert steps == sorted(set(steps))
 
 
+def _alive(mark: str) -> list[str]:
+    """Processes that were started with the mark in their environment, or by one that was."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            if mark.encode() in (place / "environ").read_bytes():
+                found.append((place / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+    return found
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--stps", "3"], "there is no option --stps. Did you mean --steps? (see `longrein train --help`)"),
+        (["--steps", "ten"], "Invalid value for '--steps'"),
+        (["--env", "longrein.envs.TreasureHnut"], "has no 'TreasureHnut'. Did you mean 'longrein.envs.TreasureHunt'?"),
+        (
+            ["--env", "longrein.env.Calculator"],
+            "cannot be imported: No module named 'longrein.env'. Did you mean 'longrein.envs.Calc",
+        ),
+        (["--harness", "codexx"], "there is no program 'codexx' that longrein knows. Did you mean 'codex'?"),
+        (["--tasks", "tasks.txt"], "the file 'tasks.txt' must end in .jsonl or .parquet"),
+        (["--model", "nowhere/model"], "causal model's name on the hub (We couldn't connect to"),
         (["--env", "longrein.envs.Nowhere"], "the module 'longrein.envs' has no 'Nowhere'"),
         (["--env-config", "{"], "--env-config is not JSON"),
         (["--env-config", '{"max_turn": 1}'], "has no setting 'max_turn'. Did you mean 'max_turns'?"),
@@ -107,6 +130,7 @@ def test_a_mistake_is_told_in_one_sentence(
     arguments: list[str], message: str, folder: Any, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "tasks.txt").write_text("")
     monkeypatch.setattr(sys, "argv", ["longrein", "train", "--model", str(folder("tiny")), "--heldout", "2", *arguments])
     with pytest.raises(SystemExit) as stopped:
         main()
@@ -114,6 +138,18 @@ def test_a_mistake_is_told_in_one_sentence(
     assert stopped.value.code == 2
     assert message in told
     assert "Traceback" not in told
+    assert told.splitlines()[-1].startswith("longrein: "), "one line"
+    assert not any(tmp_path.glob("runs/*")), "a run that could not begin leaves nothing"
+
+
+def test_a_folder_that_cannot_be_used_is_named(folder: Any, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").write_text("")
+    monkeypatch.setattr(sys, "argv", ["longrein", "train", "--model", str(folder("tiny")), "--out", "taken"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 1
+    assert "longrein: 'taken' cannot be used: File exists (run with --debug" in capsys.readouterr().err
 
 
 def test_debug_shows_the_traceback_wherever_it_stands(tmp_path: Path, monkeypatch: Any) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,14 @@ def test_a_new_project_passes_its_tests_and_trains(folder: Any, tmp_path: Path, 
     assert (config["env"], config["steps"], config["env_config"]) == ("word_game.FirstWord", 2, {"partial_reward": 0.2})
 
 
-def test_every_line_of_the_projects_run_file_is_a_setting(tmp_path: Path, monkeypatch: Any) -> None:
+def test_every_line_of_the_projects_run_file_is_a_setting(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     from longrein.training.settings import read_run_file
 
     init(monkeypatch, tmp_path, "mine")
+    init(monkeypatch, tmp_path, "My Game")
+    assert tomllib.loads((tmp_path / "My Game/pyproject.toml").read_text())["project"]["name"] == "My-Game"
+    assert read_run_file(tmp_path / "My Game/run.toml")["env"] == "my_game.FirstWord"
+    assert "now: cd 'My Game' && pytest && longrein train run.toml" in capsys.readouterr().out
     said = read_run_file(tmp_path / "mine/run.toml")
     assert said["env"] == "mine.FirstWord"
     assert Path(said["tasks"]) == tmp_path / "mine/tasks.jsonl"

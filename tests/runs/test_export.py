@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -128,6 +129,45 @@ def test_trl_trains_on_it(run: Run, tmp_path: Path, format: str) -> None:
     trainer = SFTTrainer(policy(), args=args, train_dataset=rows, processing_class=tokenizer())
     trainer.train()
     assert trainer.state.log_history[0]["loss"] > 0
+
+
+def test_a_real_template_writes_it_as_the_policy_did(run: Run, tmp_path: Path, tokenizer: Any) -> None:
+    """What SFTTrainer and GRPOTrainer do with a conversation: tools are read from their JSON, calls are not quoted twice."""
+    export(run, tmp_path / "out.parquet", format="prompt-completion")
+    row = _loaded(tmp_path / "out.parquet")[0]
+    tools = json.loads(row["tools"])
+    render = functools.partial(tokenizer("qwen3").apply_chat_template, tools=tools, tokenize=False)
+    prompt = render(row["prompt"], add_generation_prompt=True)
+    whole = render(row["prompt"] + row["completion"])
+    assert whole.startswith(prompt)
+    assert '{"name": "look", "arguments": {"room": "attic"}}' in whole.removeprefix(prompt)
+
+
+def test_trls_grpo_samples_from_its_prompts(run: Run, tmp_path: Path) -> None:
+    from parts import policy, tokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    export(run, tmp_path / "out.parquet", format="prompt-completion")
+    seen: list[Any] = []
+
+    def reward(prompts: Any, completions: Any, task: Any, **columns: Any) -> list[float]:
+        seen.extend(zip(prompts, task, strict=True))
+        return [float(len(str(completion))) for completion in completions]
+
+    args = GRPOConfig(
+        str(tmp_path / "grpo"), max_steps=1, per_device_train_batch_size=2, num_generations=2, max_completion_length=4,
+        report_to=[], use_cpu=True, bf16=False, save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    rows = _loaded(tmp_path / "out.parquet").remove_columns(["completion", "tools"])
+    GRPOTrainer(policy(), reward, args=args, train_dataset=rows, processing_class=tokenizer()).train()
+    assert seen[0][0][0]["role"] == "system"
+    assert json.loads(seen[0][1]) == {"n": 1}
+
+
+def _loaded(path: Path) -> Any:
+    from datasets import load_dataset
+
+    return load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(path.parent / "cache"))
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -47,11 +48,13 @@ def init(
 
     lines = [json.dumps(task) for task in FirstWord.tasks(TASKS)]
     (folder / "tasks.jsonl").write_text("\n".join(lines) + "\n")
-    print(f"{folder}: {module}.py, tasks.jsonl, run.toml, tests/\nnow: cd {folder} && pytest && longrein train run.toml")
+    print(f"{folder}: {module}.py, tasks.jsonl, run.toml, tests/")
+    print(f"now: cd {shlex.quote(str(folder))} && pytest && longrein train run.toml")
 
 
 def _filled(text: str, folder: Path, module: str) -> str:
-    return text.replace("MODULE", module).replace("NAME", folder.resolve().name)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-._")  # as a distribution may be called
+    return text.replace("MODULE", module).replace("NAME", name)
 
 
 def _importable(module: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sqlite3
 from collections.abc import Callable
 from importlib.resources import files
 from typing import Any
@@ -50,7 +51,7 @@ def application(run: Run, hosts: frozenset[str] = frozenset({"127.0.0.1", "local
         async def handler(request: web.Request) -> web.Response:
             try:
                 body = await asyncio.to_thread(lambda: data.wire(make(request)))
-            except (LongreinError, ValueError, OverflowError) as error:
+            except (LongreinError, ValueError, OverflowError, sqlite3.Error) as error:
                 return web.Response(status=404, body=data.wire({"error": str(error)}), content_type="application/json")
             return web.Response(body=body, content_type="application/json")
 
