@@ -19,9 +19,7 @@ from torch import Tensor, nn
 
 from longrein.training.head import Head, Scores, Slope
 from longrein.training.packed import packed_hidden
-from longrein.training.tree import PrefixTree
-
-Ints = NDArray[np.int64]
+from longrein.training.tree import Ints, PrefixTree
 
 
 class Logps(NamedTuple):

@@ -16,9 +16,10 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from longrein.contract import LongreinError
 from longrein.training.agent_tokens import AgentTokens
-from longrein.training.logprobs import Ints, PackedRows, Packing, as_arrays, only, packed_scores, trajectory_logps
+from longrein.training.logprobs import PackedRows, Packing, as_arrays, only, packed_scores, trajectory_logps
 from longrein.training.planning import default_budget, plan
 from longrein.training.slopes import ClippedSlope, GivenSlope, token_weights, why_not_clipped
+from longrein.training.tree import Ints
 from longrein.training.way import way_for
 
 if TYPE_CHECKING:

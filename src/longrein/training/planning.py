@@ -12,12 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from longrein.training.tree import unique_tokens
-
-Ints = NDArray[np.int64]
+from longrein.training.tree import Ints, common_prefix, unique_tokens
 
 MOST_TOKENS = {"cpu": 16_384, "cuda": 131_072}
 """Beyond this a larger pass is no faster."""
@@ -67,16 +64,8 @@ class _Held:
         if self._share:
             at = bisect_left(self._keys, key)
             neighbours = self._keys[max(0, at - 1) : at + 1]
-            self.tokens -= max((_common(row, other) for other in neighbours), default=0)
+            self.tokens -= max((common_prefix(row, np.frombuffer(other, np.int64)) for other in neighbours), default=0)
             self._keys.insert(at, key)
-
-
-def _common(row: Ints, key: bytes) -> int:
-    other = np.frombuffer(key, np.int64)
-    length = min(len(row), len(other))
-    differs = row[:length] != other[:length]
-    at = int(differs.argmax()) if length else 0
-    return at if length and differs[at] else length
 
 
 def balanced(rows: Sequence[Ints], owner: Ints, group: Ints, counts: Sequence[int]) -> Ints:

@@ -120,11 +120,12 @@ def _sorted(rows: list[Ints]) -> tuple[list[int], list[int]]:
     keys = [row.tobytes() for row in rows]
     order = sorted(range(len(rows)), key=keys.__getitem__)
     common = [0] * min(1, len(rows))
-    common += [_common_prefix(rows[first], rows[second]) for first, second in pairwise(order)]
+    common += [common_prefix(rows[first], rows[second]) for first, second in pairwise(order)]
     return order, common
 
 
-def _common_prefix(first: Ints, second: Ints) -> int:
+def common_prefix(first: Ints, second: Ints) -> int:
+    """How many tokens two rows have in common from their start."""
     length = min(len(first), len(second))
     differs = first[:length] != second[:length]
     at = int(differs.argmax()) if length else 0
