@@ -73,8 +73,8 @@ format: $(READY)
 # Each in a virtual environment of its own: their pins are not ours.
 PEERS := openenv litellm verifiers
 PEER_openenv := openenv==0.10.0
-PEER_litellm := litellm[proxy]
-PEER_verifiers := verifiers
+PEER_litellm := litellm[proxy]==1.106.2
+PEER_verifiers := verifiers==0.4.0
 # One thread: two busy threads are slower than one for small models, and ratios are cleaner.
 bench: $(READY) $(TINY) $(SMOLLM2) .cache/tokenizers/qwen3/tokenizer.json
 	@echo "$(if $(FULL),three rounds of everything: more than an hour of a quiet core,training steps take about 20 minutes of a quiet core; make bench FULL=1 for all rounds)"

@@ -76,6 +76,37 @@ def test_what_mistral_does_not_keep_is_said_at_the_start(tokenizer: Named, caplo
     assert found.extension(reply, new, system=[system("be brief")]) is None  # and the system message too
 
 
+@families
+def test_a_long_text_is_folded_and_comes_out_token_for_token(name: str, rendering: Named, tokenizer: Named) -> None:
+    found, own = rendering(name), library(tokenizer(name), name)
+    assert found._writer is not found._parser
+    long = "Read this, please:\n" + "a room,  and\tanother <b>room</b> \n" * 40
+    messages = [system(long), user(long)]
+    prompt = own.render_ids(messages, tools=[LOOK], add_generation_prompt=True)
+    assert found.prompt(messages, [LOOK]) == prompt
+    for new in ([user(long)], [result(long, "call_0")], [result(long, "call_0"), user(long)]):
+        reply = found.encode_reply(assistant("", ("look", {}))) if "tool" in new[0]["role"] else found.encode_reply("yes")
+        spliced = own.bridge_to_next_turn(prompt, reply, new, tools=[LOOK]).token_ids[len(prompt) + len(reply) :]
+        assert found.extension(found.parse(reply), new, [LOOK], stop_id=reply[-1]) == list(spliced)
+
+
+def test_a_family_that_looks_into_the_tokens_of_a_text_is_given_them(
+    rendering: Named, tokenizer: Named, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from renderers.qwen3 import Qwen3Renderer
+
+    def positive(renderer: Any, *args: Any, **kwargs: Any) -> list[int]:
+        ids = Qwen3Renderer.render(renderer, *args, **kwargs).token_ids
+        return [token for token in ids if token >= 0]
+
+    messages = [user("a long text " * 100)]
+    expected = rendering("qwen3").prompt(messages)
+    monkeypatch.setattr(Qwen3Renderer, "render_ids", positive)
+    found = FamilyRendering(tokenizer("qwen3"), "qwen3")
+    assert found._writer is found._parser
+    assert found.prompt(messages) == expected
+
+
 @pytest.mark.parametrize("name", ["qwen2_5", "smollm2"])
 def test_a_template_that_keeps_prefixes_goes_without_saying(
     name: str, tokenizer: Named, caplog: pytest.LogCaptureFixture

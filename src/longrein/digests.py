@@ -124,7 +124,11 @@ def canonical(message: Message, defaults: Defaults | None = None) -> str:
         [name := function.get("name"), _canonical_arguments(function.get("arguments"), (defaults or {}).get(str(name)))]
         for function in functions
     ]
-    return json.dumps([message.get("role"), content, calls], sort_keys=True, ensure_ascii=False, default=str)
+    said = [message.get("role"), content, calls]
+    try:
+        return orjson.dumps(said, option=orjson.OPT_SORT_KEYS).decode()
+    except TypeError:  # not text, or not JSON: written in the slow way
+        return json.dumps(said, sort_keys=True, ensure_ascii=False, default=str)
 
 
 def copied(value: Any) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from longrein.contract import LongreinError, Message, Tool
-from longrein.tokenizer import PlainTokenizer
+from longrein.tokenizer import LONG, FoldingTokenizer, PlainTokenizer, unfolded
 from longrein.tool_calls import MistralToolParser, named_results, own_id, readable, with_object_arguments, with_short_ids
 
 if TYPE_CHECKING:
@@ -169,12 +169,15 @@ class FamilyRendering(_Replies):
             # Reasoning stays in later context (`history="sampled"`): the tokens are what the model wrote.
             config = _config_class_for(name)(**{"thinking_retention": "all", **template_kwargs})  # type: ignore[arg-type]
             self._parser = create_renderer(self._tokenizer, config)  # type: ignore[arg-type]
+            self._writer = create_renderer(FoldingTokenizer(self._tokenizer), config)  # type: ignore[arg-type]
         except Exception as error:  # an unknown setting, a missing special token: each family says it in its own way
             raise LongreinError(f"the renderer {name!r} does not fit: {error}") from error
         self._stops = list(self._parser.get_stop_token_ids())
         self.stop_ids = frozenset(self._stops)
         self._stub_prompt = self.prompt([_user("hi")])
         self._stub_reply = self._find_stub_reply()
+        if not self._folds():
+            self._writer = self._parser
 
     def matches_template(self) -> bool:
         """Whether the tokenizer's own chat template writes the same tokens."""
@@ -193,7 +196,7 @@ class FamilyRendering(_Replies):
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         given = [_for_template(m) for m in messages]
         try:
-            return list(self._parser.render_ids(given, tools=list(tools) or None, add_generation_prompt=True))
+            return unfolded(self._writer.render_ids(given, tools=list(tools) or None, add_generation_prompt=True))
         except Exception as error:  # a conversation the family does not know, said in its own way
             raise ConversationError(f"the renderer {self.name!r} refuses this conversation: {error}") from error
 
@@ -236,12 +239,32 @@ class FamilyRendering(_Replies):
         """What the library puts after `prompt + completion`, or None if it would not keep them."""
         before, given = [*prompt, *completion], [_for_template(m) for m in new]
         try:
-            rendered = self._parser.bridge_to_next_turn(prompt, completion, given, tools=list(tools) or None)
+            rendered = self._writer.bridge_to_next_turn(prompt, completion, given, tools=list(tools) or None)
         except Exception:  # a turn the family does not know: `prompt` refuses it in words
             return None
         if rendered is None or list(rendered.token_ids[: len(before)]) != before:
             return None
-        return list(rendered.token_ids[len(before) :])
+        return unfolded(rendered.token_ids[len(before) :])
+
+    def _folds(self) -> bool:
+        """Whether the family takes a long text as one number, and writes what it writes of the text's own tokens."""
+        text = "a long text " * LONG
+        for messages, tools in _PROBES:
+            given = [_for_template({**m, "content": text} if m["content"] else m) for m in messages]
+            told = {"tools": tools or None}
+            try:
+                whole = self._parser.render_ids(given, **told, add_generation_prompt=True)
+                written = self._writer.render_ids(given, **told, add_generation_prompt=True)
+                after, new = [self._stub_prompt, self._stub_reply], [m for m in given if m["role"] in ("user", "tool")]
+                turn = self._parser.bridge_to_next_turn(*after, new, **told)
+                folded = self._writer.bridge_to_next_turn(*after, new, **told)
+            except Exception:  # a family that looks into the text's tokens, each in its own way
+                return False
+            if unfolded(written) != list(whole) or (turn is None) != (folded is None):
+                return False
+            if turn is not None and folded is not None and unfolded(folded.token_ids) != list(turn.token_ids):
+                return False
+        return True
 
     def _find_stub_reply(self) -> list[int]:
         """The shortest reply that the family accepts as complete: a stop, after closing reasoning that the prompt opened."""

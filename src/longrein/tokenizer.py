@@ -2,7 +2,8 @@
 
 Always true: the ids and the text are those of the tokenizer it stands for. Where that one rests on the `tokenizers` library it
 is asked directly; most text is not even asked for, since a byte-level vocabulary writes a text word by word and has seen most
-words before. And a renderer that is given no offsets does not follow every token back to its message, which nobody here needs.
+words before. And a renderer that is given no offsets does not follow every token back to its message, which nobody here needs;
+nor does it take a long text token by token where it can be given the whole of it as one number.
 """
 
 from __future__ import annotations
@@ -10,13 +11,20 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
 MAX_WORDS = 100_000
 """How many words are remembered; past that they are forgotten, and met again."""
+MAX_PIECES, PIECE = 1000, 32
+"""How many texts of at most so many characters are remembered whole: what a template writes around each message."""
+LONG = 64
+"""Tokens from which a text is folded."""
 _CLASSES = {r"\p{L}": "A-Za-z", r"\p{N}": "0-9", r"\s": r"\t-\r ", r"\r": r"\r", r"\n": r"\n", r"\t": r"\t", r"\/": "/"}
+_USUAL = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""How most families cut. A space is the first character of its piece, unless whitespace stands before it."""
+_RUNS = tuple(f"{space} " for space in " \t\n\r\x0b\x0c")
 _PLAIN = {None, "NFC", "NFKC", "NFD", "NFKD"}
 """Normalizers that leave ASCII alone."""
 
@@ -33,6 +41,10 @@ class PlainTokenizer:
         direct = hasattr(type(tokenizer), "backend_tokenizer") and not getattr(tokenizer, "split_special_tokens", False)
         self._backend = tokenizer.backend_tokenizer if direct else None
         self._words = None if self._backend is None else words_of(self._backend)
+        self._pieces: dict[str, list[int]] = {}
+        # Renderers ask for these with every reply, and transformers looks long for them.
+        self.convert_tokens_to_ids = tokenizer.convert_tokens_to_ids
+        self.unk_token_id = getattr(tokenizer, "unk_token_id", None)
 
     def encode(self, text: str, add_special_tokens: bool = False, **kwargs: Any) -> list[int]:
         backend = self._backend
@@ -40,7 +52,14 @@ class PlainTokenizer:
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, **kwargs))
         if self._words is not None and not add_special_tokens and self._words.spells(text):
             return self._words.encode(text)
-        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if add_special_tokens or len(text) > PIECE:
+            return backend.encode(text, add_special_tokens=add_special_tokens).ids
+        ids = self._pieces.get(text)
+        if ids is None:
+            if len(self._pieces) >= MAX_PIECES:
+                self._pieces.clear()
+            ids = self._pieces[text] = backend.encode(text, add_special_tokens=False).ids
+        return list(ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False, **kwargs: Any) -> str:
         if self._backend is None or kwargs or self._tokenizer.clean_up_tokenization_spaces:
@@ -51,12 +70,47 @@ class PlainTokenizer:
         return getattr(self._tokenizer, name)
 
 
+class Folded(int):
+    """The ids of a long text as one number, which is no token's: a renderer only passes it on."""
+
+    ids: list[int]
+
+
+class FoldingTokenizer:
+    """A tokenizer that folds long texts; `unfolded` puts their ids back where the numbers stand."""
+
+    __call__ = None
+
+    def __init__(self, tokenizer: PlainTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.convert_tokens_to_ids, self.unk_token_id = tokenizer.convert_tokens_to_ids, tokenizer.unk_token_id
+
+    def encode(self, text: str, add_special_tokens: bool = False, **kwargs: Any) -> list[int]:
+        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, **kwargs)
+        if len(ids) < LONG:
+            return ids
+        folded = Folded(-1)
+        folded.ids = ids
+        return [folded]
+
+    def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str:
+        return self._tokenizer.decode(unfolded(token_ids), **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+def unfolded(ids: Sequence[int]) -> list[int]:
+    return list(chain.from_iterable(token.ids if type(token) is Folded else (token,) for token in ids))
+
+
 class Words(dict[str, list[int]]):
     """The words a vocabulary has written, and how: the pieces into which it cuts every text before it looks for tokens."""
 
-    def __init__(self, backend: Any, pattern: str) -> None:
+    def __init__(self, backend: Any, pattern: str, usual: bool = False) -> None:
         self._backend = backend
         self._cut = re.compile(pattern).findall
+        self._after_space = _AfterSpace(self._pieces) if usual else None
         self._marks = {token.content[:1] for token in backend.get_added_tokens_decoder().values()}
 
     def spells(self, text: str) -> bool:
@@ -65,12 +119,33 @@ class Words(dict[str, list[int]]):
         return text.isascii() and not any(mark in text for mark in self._marks)
 
     def encode(self, text: str) -> list[int]:
+        if self._after_space is None or any(run in text for run in _RUNS):
+            return self._pieces(text)
+        first, *rest = text.split(" ")
+        return [*self._pieces(first), *chain.from_iterable(map(self._after_space.__getitem__, rest))]
+
+    def _pieces(self, text: str) -> list[int]:
         return list(chain.from_iterable(map(self.__getitem__, self._cut(text))))
 
     def __missing__(self, word: str) -> list[int]:
         if len(self) >= MAX_WORDS:
             self.clear()
         ids = self[word] = self._backend.encode(word, add_special_tokens=False).ids
+        return ids
+
+
+class _AfterSpace(dict[str, list[int]]):
+    """What stands between two spaces, written with the one before it: found faster than it is cut into pieces."""
+
+    def __init__(self, encode: Callable[[str], list[int]]) -> None:
+        self._encode = encode
+
+    def __missing__(self, word: str) -> list[int]:
+        ids = self._encode(f" {word}")
+        if len(word) <= PIECE:
+            if len(self) >= MAX_WORDS:
+                self.clear()
+            self[word] = ids
         return ids
 
 
@@ -125,8 +200,10 @@ def words_of(backend: Any) -> Words | None:
         return None
     if letters.get("type") != "ByteLevel" or letters.get("use_regex") or letters.get("add_prefix_space"):
         return None
-    pattern = in_ascii(split["pattern"].get("Regex", ""))
-    return Words(backend, pattern) if pattern and not re.compile(pattern).groups else None
+    expression = split["pattern"].get("Regex", "")
+    pattern = in_ascii(expression)
+    usual = expression.replace(r"\p{N}{1,3}", r"\p{N}") == _USUAL
+    return Words(backend, pattern, usual) if pattern and not re.compile(pattern).groups else None
 
 
 def in_ascii(pattern: str) -> str | None:

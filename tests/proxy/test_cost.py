@@ -14,8 +14,10 @@ from conversations import LOOK, MOVE
 
 import longrein.digests
 from longrein.contract import Sampled, SampleRequest
-from longrein.proxy import chat
-from longrein.proxy.session import Evidence, Session
+from longrein.proxy import chat, responses
+from longrein.proxy.dialect import ModelRequest, minted
+from longrein.proxy.exchange import Evidence
+from longrein.proxy.session import Session
 from longrein.recorder import Recorder
 from longrein.rendering import Rendering
 from longrein.rollout import Rollout
@@ -43,10 +45,14 @@ class Conversation:
         self.rollout = self.recorder.open("r")
         self.session = Session("r", "key", asyncio.get_running_loop(), recorder=self.recorder)
         self.messages: list[dict[str, Any]] = [{"role": "user", "content": "Tell me what you find."}]
+        self.last: str | None = None
+
+    def asked(self) -> ModelRequest:
+        body = orjson.dumps({"messages": self.messages, "tools": [LOOK, MOVE], "temperature": 0})
+        return chat.parse(orjson.loads(body))
 
     async def turn(self, words: int) -> None:
-        body = orjson.dumps({"messages": self.messages, "tools": [LOOK, MOVE], "temperature": 0})
-        request = chat.parse(orjson.loads(body))
+        request = self.asked()
 
         def is_open() -> bool:
             return True
@@ -54,13 +60,39 @@ class Conversation:
         exchange = self.session.exchange(request, Evidence(), is_open)
         answer = await exchange.answer
         self.session.written(exchange, is_open, whole=True)
+        self.last = answer.id
         said = f"turn {len(self.messages)} " * (words // 2)
         self.messages += [{"role": "assistant", "content": answer.message["content"]}, {"role": "user", "content": said}]
 
 
-def test_150_turns_of_98k_tokens_cost_less_than_10_mb(rendering: Named) -> None:
+class StoredConversation(Conversation):
+    """A program that speaks the Responses dialect, whose answers are stored unless it says otherwise."""
+
+    def asked(self) -> ModelRequest:
+        tools = [{"type": "function", **tool["function"]} for tool in (LOOK, MOVE)]
+        body = {"input": self.messages, "tools": tools, "instructions": "Look around. " * 100}
+        return responses.parse(orjson.loads(orjson.dumps(body)))
+
+
+class ContinuedConversation(StoredConversation):
+    """One that sends what is new, and the id of the answer before it."""
+
+    def asked(self) -> ModelRequest:
+        request = super().asked()
+        if self.last is None:
+            return request
+        body = {
+            "input": self.messages[-1:],
+            "previous_response_id": minted("resp", self.last),
+            "instructions": "Look. " * 200,
+        }
+        return responses.parse(orjson.loads(orjson.dumps(body)))
+
+
+@pytest.mark.parametrize("asking", [Conversation, StoredConversation, ContinuedConversation])
+def test_150_turns_of_98k_tokens_cost_less_than_10_mb(rendering: Named, asking: type[Conversation]) -> None:
     async def play() -> tuple[int, int]:
-        conversation = Conversation(rendering("qwen3"))
+        conversation = asking(rendering("qwen3"))
         await conversation.turn(10)
         gc.collect()
         tracemalloc.start()

@@ -20,7 +20,8 @@ from longrein.contract import Intercept, LongreinError, Message, Sampled, Sample
 from longrein.engines.scripted import ScriptedEngine
 from longrein.proxy import CallLimits, InterceptionServer, chat, mark_auxiliary, turn_of
 from longrein.proxy.dialect import ModelRequest
-from longrein.proxy.session import Evidence, Exchange, Session
+from longrein.proxy.exchange import Evidence, Exchange
+from longrein.proxy.session import Session
 from longrein.recorder import ContextLengthError, Recorder
 from longrein.rendering import Rendering
 from longrein.rollout import Branch, Call

@@ -10,7 +10,7 @@ import orjson
 from aiohttp import web
 
 from longrein.proxy.dialect import Dialect, DialectError
-from longrein.proxy.session import Evidence
+from longrein.proxy.exchange import Evidence
 
 MAX_BODY = 32 * 1024**2
 

@@ -1,7 +1,6 @@
-"""One rollout's model calls on the wire: which request is which call, who answers it, and when there are no more.
+"""One rollout's model calls on the wire: who answers them, what they may cost, and when there are no more.
 
 Always true:
-- a request that repeats one whose reply was never written to the end joins that call; any other request is a new call;
 - a call is `delivered` once its whole reply went to a live connection, or the program quoted it in a later request;
 - once the rollout ended no call is added, and once it is sealed nothing changes at all.
 
@@ -24,6 +23,8 @@ from longrein.contract import Intercept, LongreinError, Message, Sampling
 from longrein.digests import Digests, digest_of
 from longrein.proxy import chat
 from longrein.proxy.dialect import Answer, DialectError, ModelRequest, PromptTooLong, answer_of, minted
+from longrein.proxy.exchange import Evidence, Exchange, Exchanges
+from longrein.proxy.stored import StoredAnswers
 from longrein.proxy.text import parse_text
 from longrein.recorder import ContextLengthError, Recorder, cut
 from longrein.rendering import ConversationError, Rendering
@@ -73,41 +74,6 @@ class Traffic:
     """Turns whose reply never reached the program: not to be trained."""
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """What a request's headers say about being a repetition."""
-
-    idempotency_key: str | None = None
-    retries: int = 0
-    """How many times the program's SDK says it has sent this request before."""
-
-
-@dataclass(eq=False)
-class Exchange:
-    """One model call and the connections that wait for its reply."""
-
-    turn: int
-    request_id: str
-    answer: asyncio.Future[Answer]
-    idempotency_key: str | None = None
-    call_id: str | None = None
-    """Its name in the record, once it is there."""
-    sampling: asyncio.Task[None] | None = None
-    delivered: bool = False
-    attempts: int = 0
-    connections: list[Callable[[], bool]] = field(default_factory=list)
-    """For each request that waits: whether its connection is still open."""
-
-    @property
-    def failed(self) -> bool:
-        return self.answer.done() and (self.answer.cancelled() or self.answer.exception() is not None)
-
-    @property
-    def abandoned(self) -> bool:
-        """Nobody has the reply, and nobody waits for it."""
-        return not self.delivered and not any(is_open() for is_open in self.connections)
-
-
 class Session:
     """The calls of one rollout. With a recorder they are answered at once, without one through `deliver`."""
 
@@ -135,9 +101,9 @@ class Session:
         self.ended = False
         self._loop = loop
         self._digests = Digests()
-        self._exchanges: dict[bytes, list[Exchange]] = {}
+        self._exchanges = Exchanges()
         self._by_call: dict[str, Exchange] = {}
-        self._stored: dict[str, tuple[ModelRequest, Answer]] = {}
+        self.stored = StoredAnswers()
         self._handlers = 0
         self._quiet = asyncio.Event()
         """Set while no request of this rollout is being answered."""
@@ -156,12 +122,12 @@ class Session:
         """The call this request is about: an earlier one it repeats, or a new one."""
         if self.ended:
             raise _over()
-        request = self._continued(request)
+        request = self.stored.continued(request)
         digest = self._digest(request)
-        exchange = self._repeated(digest, evidence)
+        exchange = self._exchanges.repeated(digest, evidence)
         if exchange is None:
             exchange = self._new(request, evidence)
-            self._exchanges.setdefault(digest, []).append(exchange)
+            self._exchanges.add(digest, exchange)
         else:
             self.traffic.joined += 1
         exchange.attempts += 1
@@ -173,16 +139,6 @@ class Session:
             self.traffic.asked.append(request.asked)
         return exchange
 
-    def stored(self, call_id: str | None) -> tuple[ModelRequest, Answer]:
-        """A call that the program may come back to by its id."""
-        if call_id not in self._stored:
-            raise DialectError(404, "There is no stored response of that id.", code="not_found")
-        return self._stored[call_id]
-
-    def forget(self, call_id: str | None) -> None:
-        self.stored(call_id)
-        self._stored.pop(call_id or "", None)
-
     def count_tokens(self, request: ModelRequest) -> int:
         """How long a request's prompt is; a guess by its characters, where there is no rendering."""
         try:
@@ -191,22 +147,6 @@ class Session:
         except ConversationError as error:
             raise self._told(error) from None
         return len(json.dumps([request.messages, request.tools])) // 4 + 1
-
-    def _continued(self, request: ModelRequest) -> ModelRequest:
-        """The request with the conversation before it, where the program named that by an id."""
-        if request.previous is None:
-            return request
-        if request.previous not in self._stored:
-            message = "Previous response with that id not found: it was not stored, or is of another rollout."
-            raise DialectError(400, message, param="previous_response_id", code="previous_response_not_found")
-        before, answer = self._stored[request.previous]
-        said = {**answer.message, "from_call": answer.id}
-        own, new = request.messages[: request.instructions], request.messages[request.instructions :]
-        return replace(request, messages=(*own, *before.messages[before.instructions :], said, *new), previous=None)
-
-    def _remember(self, request: ModelRequest, answer: Answer) -> None:
-        if request.store:
-            self._stored[answer.id] = request, answer
 
     def written(self, exchange: Exchange, is_open: Callable[[], bool], *, whole: bool) -> None:
         """A connection is done with a call: it took the whole reply, or it did not."""
@@ -222,19 +162,6 @@ class Session:
         asked = request.messages, request.tools
         conversation = self.recorder.digest(self.rollout_id, *asked) if self.recorder else self._digests.of(*asked)[-1]
         return digest_of(conversation, repr((request.stop, request.max_tokens, request.logprobs)).encode())
-
-    def _repeated(self, digest: bytes, evidence: Evidence) -> Exchange | None:
-        alike = [exchange for exchange in self._exchanges.get(digest, ()) if not exchange.failed]
-        if (key := evidence.idempotency_key) is not None:
-            if same := [exchange for exchange in alike if exchange.idempotency_key == key]:
-                return same[0]
-            alike = [exchange for exchange in alike if exchange.idempotency_key is None]
-        for exchange in alike:
-            if exchange.abandoned:
-                return exchange
-        # The SDK says that it sent this before and got nothing: it knows better than our side of the connection.
-        tried = [exchange for exchange in alike if exchange.attempts <= evidence.retries]
-        return max(tried, key=lambda exchange: (not exchange.delivered, exchange.turn), default=None)
 
     def _new(self, request: ModelRequest, evidence: Evidence) -> Exchange:
         if self.traffic.failure is not None:
@@ -279,9 +206,9 @@ class Session:
     async def _sample(self, exchange: Exchange, request: ModelRequest, recorder: Recorder) -> None:
         """Settle a call's answer, whatever happens: a program waits for it."""
         try:
-            _settle(exchange.answer, await self._answered(exchange, request, recorder))
+            exchange.settle(await self._answered(exchange, request, recorder))
         except (Exception, asyncio.CancelledError) as error:
-            _settle(exchange.answer, _over() if self.ended else self._told(error))
+            exchange.settle(_over() if self.ended else self._told(error))
 
     async def _answered(self, exchange: Exchange, request: ModelRequest, recorder: Recorder) -> Answer:
         call = await recorder.call(
@@ -304,14 +231,16 @@ class Session:
         if budget is not None and self.traffic.tokens >= budget and call.finish_reason == "length":
             self._ran_into("tokens")
         answer = answer_of(call, self.rollout, recorder.rendering.decode, logprobs=request.logprobs, stop=request.stop)
-        self._remember(request, answer)
+        if request.store:
+            self.stored.keep(request, answer)
         return answer
 
     def _allowed(self, request: ModelRequest) -> Sampling:
         """The run's sampling; a program can only ask for less, and the budget leaves what it leaves."""
         left = None if self.limits.max_tokens is None else max(1, self.limits.max_tokens - self.traffic.tokens)
         bounds = [bound for bound in (self.sampling.max_tokens, request.max_tokens, left) if bound is not None]
-        return replace(self.sampling, max_tokens=min(bounds, default=None))
+        least = min(bounds, default=None)
+        return self.sampling if least == self.sampling.max_tokens else replace(self.sampling, max_tokens=least)
 
     def _told(self, error: BaseException) -> DialectError:
         """The error as the program hears it."""
@@ -358,13 +287,14 @@ class Session:
         self._find(intercept, take=True)
         self.traffic.tokens += tokens
         answer = Answer(f"turn{exchange.turn}", message, finish_reason, len(prompt_ids), tokens)
-        self._remember(request, answer)
-        self._loop.call_soon_threadsafe(_settle, exchange.answer, answer)
+        if request.store:
+            self.stored.keep(request, answer)
+        self._loop.call_soon_threadsafe(exchange.settle, answer)
 
     def refuse(self, intercept: Intercept, error: Exception) -> None:
         """Answer with an error instead: too long a prompt as such, anything unknown as a failure of ours."""
         exchange, _ = self._find(intercept, take=True)
-        self._loop.call_soon_threadsafe(_settle, exchange.answer, self._told(error))
+        self._loop.call_soon_threadsafe(exchange.settle, self._told(error))
 
     def _find(self, intercept: Intercept, take: bool = False) -> tuple[Exchange, ModelRequest]:
         request_id = intercept["request_id"]
@@ -408,10 +338,10 @@ class Session:
                 pass
 
     async def _wind_up(self, done: threading.Event) -> None:
-        for exchange in (e for alike in self._exchanges.values() for e in alike):
+        for exchange in self._exchanges:
             if exchange.sampling is not None:
                 exchange.sampling.cancel()
-            _settle(exchange.answer, _over())
+            exchange.settle(_over())
         # The last reply may have reached the program, and the program may have ended, before we were told that it was sent.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._quiet.wait(), GRACE_SECONDS)
@@ -419,20 +349,9 @@ class Session:
 
     def snapshot(self) -> Traffic:
         traffic = self.traffic
-        exchanges = [e for alike in list(self._exchanges.values()) for e in list(alike)]
-        lost = sorted(e.turn for e in exchanges if e.answer.done() and not e.failed and e.abandoned)
+        lost = sorted(e.turn for e in self._exchanges if e.answer.done() and not e.failed and e.abandoned)
         return replace(traffic, unknown_routes=list(traffic.unknown_routes), asked=list(traffic.asked), undelivered=lost)
 
 
 def _over() -> DialectError:
     return DialectError(409, "The rollout has ended; no call is answered any more.", code="rollout_ended")
-
-
-def _settle(future: asyncio.Future[Answer], outcome: Answer | Exception) -> None:
-    if future.done():
-        return
-    if isinstance(outcome, Exception):
-        future.set_exception(outcome)
-        future.exception()  # the program may be gone: nobody has to look
-    else:
-        future.set_result(outcome)
