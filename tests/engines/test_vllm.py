@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 
 from longrein.contract import LongreinError, Sampled, SampleRequest, Sampling
 from longrein.engines import vllm_http
-from longrein.engines.vllm import SHARED_MEMORY, VLLMEngine
+from longrein.engines.vllm import VLLMEngine
+from longrein.engines.vllm_weights import SHARED_MEMORY
 from longrein.training.sync import EngineWeightTransfer
 
 
