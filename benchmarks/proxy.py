@@ -309,14 +309,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one object a line")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--proxies", default=",".join(["longrein", *installed]), help="which to measure, with commas")
-    parser.add_argument("--sessions", type=int, help="only the cells of so many sessions")
+    parser.add_argument("--sessions", type=int, nargs="+", help="only the cells of so many sessions")
     parser.add_argument("--context", type=int, help="only the cells of so many tokens")
     parser.add_argument("--quick", action="store_true", help="only a model that answers at once")
     options = parser.parse_args()
     cells = [
         cell
         for cell in CELLS
-        if options.sessions in (None, cell.sessions)
+        if (options.sessions is None or cell.sessions in options.sessions)
         and options.context in (None, cell.context)
         and not (options.quick and (cell.seconds or cell.memory))
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from typing import Any
 
@@ -207,6 +208,34 @@ def test_an_overlong_prompt_is_refused_and_the_session_is_scored() -> None:
     for session in (careful, plain):
         assert play_session(session, Overlong(), "r", Sampling()).reward == 1.0
     assert careful.refused == ["the prompt has 9 tokens and the limit is 8: no room for a reply"] * 2
+
+
+def test_rollouts_wait_while_the_buffer_is_full(scripted: Agent) -> None:
+    made: list[str] = []
+
+    class Counting(Factory):
+        def create(self, *, task: Any, rollout_id: str) -> Session:
+            made.append(rollout_id)
+            return super().create(task=task, rollout_id=rollout_id)
+
+    worker = HarnessRolloutWorker(Counting(), scripted, [{}], num_generations=2, concurrency=1, buffer_size=1)
+    put, seen = worker.rollout_buffer.put, queue.Queue[int]()
+
+    def watched(sample: Any, timeout: float) -> None:
+        try:
+            put(sample, timeout=timeout)
+        except queue.Full:
+            seen.put(len(made))
+            raise
+
+    worker.rollout_buffer.put = watched  # type: ignore[method-assign]
+    worker.start()
+    try:
+        waited = [seen.get(timeout=PATIENCE) for _ in range(3)]
+        assert waited == [2, 2, 2]  # the first group fills the buffer, and no other is begun
+        assert [worker.rollout_buffer.get(timeout=PATIENCE) for _ in range(4)]
+    finally:
+        worker.stop()
 
 
 def test_settings_that_cannot_work_are_refused(scripted: Agent) -> None:
