@@ -5,7 +5,8 @@
 All three play the same rollouts: 8 tasks x 8 rollouts x 6 turns, the prompts of all tasks alike at the start, the replies of
 lengths that are drawn beforehand, and after each reply some tokens from the environment. Weights are random: only shapes cost time.
 `ratio_*` is tokens sampled a second over the other's; `cost_growth` is what a sampled token costs in the last turn over the first,
-where `context_growth` is how much longer the conversation has become. `cpu_ratio_*` are the ratios of the process's own seconds.
+where `context_growth` is how much longer the conversation has become. `new_tokens` are all that any prompt or reply has, each
+counted once where prompts begin alike, and `forwarded_tokens` what went through the model. `cpu_ratio_*` are the ratios of the process's own seconds.
 On a GPU the two that capture graphs play one round that is not counted, and `breakdown` says where a further round of ours spends its time.
 """
 
@@ -55,6 +56,8 @@ class Workload:
         between = rng.integers(*lengths.environment, shape, endpoint=True)
         self.between = [[rng.integers(0, vocabulary, count).tolist() for count in row] for row in between]
         self.sampled_tokens = int(self.reply_lengths.sum())
+        added = sum(len(tokens) for row in self.between[:-1] for tokens in row)
+        self.new_tokens = lengths.system + tasks * lengths.task + self.sampled_tokens + added
         self.context_growth = 1 + float((self.reply_lengths + between)[:-1].sum(0).mean()) / len(self.prompts[0])
 
 
@@ -312,6 +315,7 @@ def measure(shape: str, device: str, dtype: torch.dtype, sizes: tuple[int, int, 
         "generate_tokens_per_second": round(rate["generate"], 1),
         "continuous_batching_tokens_per_second": round(rate["continuous"], 1),
         "sampled_tokens": work.sampled_tokens,
+        "new_tokens": work.new_tokens,
         "forwarded_tokens": ours.forwarded,
         "cost_growth": round(by_turn[-1] / by_turn[0], 2),
         "context_growth": round(work.context_growth, 2),

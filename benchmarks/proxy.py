@@ -2,8 +2,8 @@
 
 Sessions of growing conversations call a model that answers at once, directly and through longrein's proxy; with `make
 bench-peers` also through the proxies of OpenEnv, LiteLLM and verifiers, each in a virtual environment of its own. Every server
-is a process of its own on loopback, and the client is the same for all. Counts are bounded: no cell sends more than a few
-thousand requests.
+is a process of its own on loopback, and the client is the same for all; they take turns, and each rests before its own. Counts are
+bounded: no cell sends more than a few thousand requests.
 
 One object a line: `proxy`, `sessions`, `context` (tokens in the conversation when measuring starts), `rps`, `p50_ms`, `p99_ms`,
 and `direct_rps`, `direct_p50_ms` of the stub called without a proxy, in turn with it. `engine_s` is how long the model takes
@@ -38,6 +38,8 @@ FIRST, ADDED = 1000, 300
 """Tokens of a conversation's first message, and of what a turn adds with its reply."""
 REPLY = 32
 """Tokens of a reply, about."""
+REST = 6.0
+"""Seconds without a call before a round, as while a policy is trained: connections that are kept for five seconds are gone."""
 WORDS = [
     "the",
     "of",
@@ -148,6 +150,12 @@ class Server:
         command = [str(python), str(SERVERS / f"serve_{name}.py"), "--seconds", str(seconds)]
         command += ["--upstream", upstream] if upstream else []
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.used = 0.0
+        """When it last had a call, by the clock that only goes on."""
+
+    def rest(self, seconds: float) -> None:
+        """Wait until it has had no call for so long."""
+        time.sleep(max(0.0, self.used + seconds - time.monotonic()))
 
     def open(self, count: int) -> tuple[str, list[str]]:
         """Forget the sessions there are and open new ones: the server's address and their keys."""
@@ -216,6 +224,7 @@ async def play(server: Server, cell: Cell) -> Figures:
         start = time.perf_counter()
         await asyncio.gather(*(turns(session, cell.turns) for session in sessions))
         wall = time.perf_counter() - start
+    server.used = time.monotonic()
     seconds = sorted(second for session in sessions for second in session.seconds[grown:])
     rank = min(len(seconds) - 1, int(0.99 * len(seconds)))
     return Figures(len(seconds) / wall, statistics.median(seconds) * 1000, seconds[rank] * 1000)
@@ -241,20 +250,21 @@ def running(names: Sequence[str], seconds: float) -> Iterator[dict[str, Server]]
         yield servers
 
 
-def measure(cells: Sequence[Cell], names: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
+def measure(cells: Sequence[Cell], names: Sequence[str], rounds: int, rest: float) -> Iterator[dict[str, Any]]:
     for seconds, memory in sorted({(cell.seconds, cell.memory) for cell in cells}):  # memory is told by a process of its own
         with running(names, seconds) as servers:
             for name, server in servers.items():  # what is imported or compiled at the first request is not measured
                 if name != "direct":
                     asyncio.run(play(server, Cell(sessions=2, turns=3)))
             for cell in (cell for cell in cells if (cell.seconds, cell.memory) == (seconds, memory)):
-                yield from (measured_memory if cell.memory else measured)(cell, servers, rounds)
+                yield from measured_memory(cell, servers) if cell.memory else measured(cell, servers, rounds, rest)
 
 
-def measured(cell: Cell, servers: dict[str, Server], rounds: int) -> Iterator[dict[str, Any]]:
+def measured(cell: Cell, servers: dict[str, Server], rounds: int, rest: float) -> Iterator[dict[str, Any]]:
     found: dict[str, list[Figures]] = {name: [] for name in servers}
     for _ in range(rounds):
         for name, server in servers.items():
+            server.rest(rest)
             found[name].append(asyncio.run(play(server, cell)))
     direct = middle(found.pop("direct"))
     for name, figures in found.items():
@@ -263,7 +273,7 @@ def measured(cell: Cell, servers: dict[str, Server], rounds: int) -> Iterator[di
         yield rounded(told | ({"engine_s": cell.seconds} if cell.seconds else {}))
 
 
-def measured_memory(cell: Cell, servers: dict[str, Server], rounds: int) -> Iterator[dict[str, Any]]:
+def measured_memory(cell: Cell, servers: dict[str, Server]) -> Iterator[dict[str, Any]]:
     for name, server in servers.items():
         if name != "direct":
             before = server.memory()
@@ -308,6 +318,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.proxy", description="What a proxy costs.")
     parser.add_argument("--json", action="store_true", help="one object a line")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rest", type=float, default=REST, help="seconds without a call before each round of a server")
     parser.add_argument("--proxies", default=",".join(["longrein", *installed]), help="which to measure, with commas")
     parser.add_argument("--sessions", type=int, nargs="+", help="only the cells of so many sessions")
     parser.add_argument("--context", type=int, help="only the cells of so many tokens")
@@ -324,7 +335,7 @@ def main() -> None:
     if unknown := [name for name in names if name not in ("longrein", *installed)]:
         parser.error(f"{', '.join(unknown)}: not installed; `make bench-peers` installs {', '.join(PEERS)}")
     rows = []
-    for row in measure(cells, names, options.rounds):
+    for row in measure(cells, names, options.rounds, options.rest):
         rows.append(row)
         if options.json:
             print(json.dumps(row), flush=True)

@@ -156,6 +156,8 @@ class FamilyRendering(_Replies):
     """A family that the `renderers` library knows."""
 
     keeps_prefixes = True
+    _writer: Any
+    """The family's renderer over a tokenizer that folds long texts, where the family lets it."""
 
     def __init__(self, tokenizer: Any, name: str, **template_kwargs: Any) -> None:
         from renderers import create_renderer

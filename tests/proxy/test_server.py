@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import subprocess
@@ -469,6 +470,17 @@ def test_a_server_starts_once_stops_twice_and_frees_its_port() -> None:
     server.stop()
     with InterceptionServer(port=port) as again:
         assert again.url == f"http://127.0.0.1:{port}"
+
+
+def test_while_rollouts_are_open_garbage_is_not_looked_for_in_what_was_there() -> None:
+    gc.unfreeze()
+    with InterceptionServer() as server:
+        server.open("one")
+        server.open("two")
+        server.close("one")
+        assert gc.get_freeze_count() > 1000
+        server.close("two")
+        assert gc.get_freeze_count() == 0
 
 
 def test_a_server_listens_on_a_unix_socket_too(program: MakeProgram, tmp_path: Path) -> None:
