@@ -284,7 +284,7 @@ def _tool_choice(body: Json) -> str | Json:
     if choice is None:
         return "auto"
     simple = {"auto": "auto", "any": "required", "none": "none"}
-    if (kind := choice.get("type")) in simple:
+    if isinstance(kind := choice.get("type"), str) and kind in simple:
         return simple[kind]
     if kind == "tool" and isinstance(choice.get("name"), str):
         return {"type": "function", "function": {"name": choice["name"]}}
