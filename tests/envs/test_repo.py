@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 
 from longrein import Agent, LongreinError
 from longrein.engines.scripted import ScriptedEngine
 from longrein.envs import RepoEnv, load_repo_tasks, task_dataset
 from longrein.envs.modules import MODULES
-from longrein.envs.repo import _results, make_task, verify_repo, write_repository
+from longrein.envs.repo import SHELL, _results, make_task, verify_repo, write_repository
 from longrein.envs.uses import as_text
 from longrein.harnesses import Outcome
 
@@ -28,6 +29,11 @@ def left(workdir: Path) -> Outcome:
 def fix(task: dict[str, Any], workdir: Path) -> None:
     module = task["bug"]["module"]
     (workdir / f"{module}.py").write_text(MODULES[module].source)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longrein.envs.repo.SECONDS", 10 * PATIENCE)
 
 
 @pytest.fixture
@@ -349,9 +355,15 @@ def test_a_coding_program_is_rewarded_for_the_fix_alone(
     tokenizer: Any, rendering: Any, task: dict[str, Any], right: bool
 ) -> None:
     engine = ScriptedEngine(coder(right, task), rendering("qwen3"))
-    env = RepoEnv(
-        tokenizer=tokenizer("qwen3"), env_config={"max_tokens": 16_000, "max_reply_tokens": 4000, "sandbox": "bubblewrap"}
-    )
+    command = [*SHELL, "--seconds", "600"]
+    config = {
+        "max_tokens": 16_000,
+        "max_reply_tokens": 4000,
+        "sandbox": "bubblewrap",
+        "command": command,
+        "max_seconds": 600,
+    }
+    env = RepoEnv(tokenizer=tokenizer("qwen3"), env_config=config)
     (rollout,) = env.run_trial([task], Agent(None, tokenizer("qwen3"), engine=engine), 1)["rollouts"]
     assert rollout.failed is None
     assert (rollout.reward, rollout.success, rollout.turns) == (float(right), right, 3)

@@ -70,7 +70,7 @@ def test_a_real_program_mends_a_repository(name: str, right: bool, tokenizer: An
         monkeypatch.setenv("LONGREIN_HARNESSES", str(Path(__file__).parents[2] / ".cache" / "harnesses"))
     if harness(name).installed() is None:
         missing(f"{name} is not in {harness(name).folder}; `longrein harness install {name}` puts it there")
-    task = make_task("programs")
+    task = {**make_task("programs"), "seconds": 600}
     engine = ScriptedEngine(coder(name, task, right), rendering("qwen3"))
     env = RepoEnv(
         tokenizer=tokenizer("qwen3"),
