@@ -163,11 +163,12 @@ class Lexicon:
         *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"),
         *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
     )
-    _cut = re.compile("|".join([*map(re.escape, special), r" ?[^\W\d_]{1,8}", r"\s+(?=\s)", r"."]), re.DOTALL).findall
 
     def __init__(self) -> None:
         self._ids = {word: number for number, word in enumerate(self.special)}
         self._words = list(self.special)
+        words = (*map(re.escape, self.special), r" ?[^\W\d_]{1,8}", r"\s+(?=\s)", ".")
+        self._cut = re.compile("|".join(words), re.DOTALL).findall
         self._lock = threading.Lock()
         self.eos_token_id = self._ids["<|im_end|>"]
 
