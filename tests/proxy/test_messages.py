@@ -123,6 +123,7 @@ def test_only_tools_that_the_program_runs_and_has_loaded_are_shown() -> None:
         (body(user([{"type": "tool_result"}])), "messages[0].content[0].tool_use_id", "is missing"),
         (body(tools=[{}]), "tools[0].name", "is missing"),
         (body(tool_choice={"type": "tool"}), "tool_choice", "with a name"),
+        (body(tool_choice={"type": []}), "tool_choice", "must be auto"),
         (body(output_config={"format": {"type": "json_schema"}}), "output_config.format", "without constraints"),
         (body(max_tokens=0), "max_tokens", "1 or more"),
     ],
