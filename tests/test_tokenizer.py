@@ -45,6 +45,18 @@ def test_most_text_of_the_main_families_is_written_word_by_word(tokenizer: Named
         assert not any(words.spells(text) for text in AWKWARD if "<|" in text or not text.isascii())
 
 
+@SIX
+def test_a_space_after_whitespace_may_be_of_one_piece_with_it(name: str, tokenizer: Named) -> None:
+    real = tokenizer(name)
+    plain = PlainTokenizer(real)
+    before, after = (
+        ["", "a", "1", ".", "\n", "\t", "\r", "\x0b", "\x0c", " "],
+        ["", "b", "2", ",", "\n", "\nb", "\t\n", " b"],
+    )
+    for text in [f"x{one} {two}" for one in before for two in after]:
+        assert plain.encode(text) == real.encode(text, add_special_tokens=False), repr(text)
+
+
 def test_words_are_forgotten_before_there_are_too_many(tokenizer: Named, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("longrein.tokenizer.MAX_WORDS", 10)
     real = tokenizer("qwen3")
