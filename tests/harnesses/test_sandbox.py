@@ -298,7 +298,7 @@ command = ["{python}", "-c", sys.argv[1], "100", sys.argv[2]]
 factory = ProcessSessionFactory(command, server=server, verify=lambda *_: 1.0, sandbox="bubblewrap")
 sessions = [factory.create(task=None, rollout_id=str(n)) for n in range(2)]
 print(json.dumps([str(s.workdir.parent) for s in sessions]), flush=True)
-time.sleep(100)
+time.sleep(1000)
 """
 
 
