@@ -64,13 +64,13 @@ class Block:
         return run
 
 
-# A background block is a process group of its own (set -m): Ctrl-C reaches it alone, and is not ignored.
+# A background block is a process group (set -m) with all that it starts (set +m): Ctrl-C reaches that alone, and is not ignored.
 PRELUDE = """\
 set -eu -o pipefail -m
 said() { if [[ $1 =~ ^[0-9]+$ ]]; then (: > /dev/tcp/127.0.0.1/$1) 2>/dev/null; else grep -qF -- "$1" "$log"; fi; }
 start() {
   log=$(mktemp)
-  background > "$log" 2>&1 < /dev/null &
+  (set +m; background) > "$log" 2>&1 < /dev/null &
   until said "$1"; do
     kill -0 $! 2>/dev/null || { cat "$log"; echo "it ended before it said: $1"; exit 1; }
     sleep 0.1

@@ -210,6 +210,9 @@ def test_a_block_is_run_shown_or_has_a_reason() -> None:
             read(where, refused)
 
 
+WAITS = "python -c \"import time; print('up', flush=True); time.sleep(600)\""
+
+
 @pytest.mark.parametrize(
     ("blocks", "fails"),
     [
@@ -221,6 +224,11 @@ def test_a_block_is_run_shown_or_has_a_reason() -> None:
         ("<!-- test: exit 3 -->\n```bash\nfalse\n```\n", True),
         ('<!-- test: background until "up" -->\n```bash\npython -c "print(\'up\')"\n```\n', False),
         ('<!-- test: background until "up" -->\n```bash\necho down\n```\n', True),
+        (f'<!-- test: Ctrl-C at "up" -->\n```bash\ntrue\n{WAITS}\n```\n', False),
+        (
+            f'<!-- test: Ctrl-C at "up" -->\n```bash\n{WAITS.replace("import time;", "import signal, sys, time; signal.signal(2, lambda *_: sys.exit(3));")}\n```\n',
+            True,
+        ),
         ("<!-- not run: no reason -->\n```bash\nfalse\n```\n", False),
     ],
 )
