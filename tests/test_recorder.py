@@ -179,7 +179,7 @@ def test_a_real_rewrite_starts_a_branch_and_leaves_the_old_tokens(
     messages = data.draw(openings())
     for _ in range(3):
         messages = [*messages, ask(recorder, messages, tools).reply, user(data.draw(TEXT))]
-    before = recorder._state("r").rollout.branches()
+    before = recorder.rollout("r").branches()
     assert len(before) == 1
     first = next(index for index, message in enumerate(messages) if message["role"] == "user")
     rewritten, other_tools = data.draw(
@@ -480,7 +480,7 @@ def test_as_sent_always_reads_what_a_stock_server_would_render(name: str, render
         call = ask(recorder, messages)
         prompt = list(engine.requests[-1].prompt_ids)
         assert prompt == found.prompt(messages)
-        assert recorder._state("r").rollout.prompt(call.id).tolist() == prompt
+        assert recorder.rollout("r").prompt(call.id).tolist() == prompt
         messages = [*messages, call.reply, user(data.draw(TEXT))]
 
 
@@ -593,6 +593,14 @@ def test_a_stop_word_ends_the_reply_and_the_next_turn_keeps_its_tokens(
     assert child.parent == call.id
     before = [*found.prompt([user("hi")]), *drawn]
     assert list(engine.requests[-1].prompt_ids)[: len(before)] == before
+
+
+def test_a_stop_word_in_the_reasoning_ends_it_there(rendering: Named) -> None:
+    found = rendering("qwen3")
+    recorder, _ = recording(found, ["<think>\nfirst STOP second\n</think>\n\nanswer"])
+    call = ask(recorder, [user("hi")], stop=["STOP"])
+    assert (call.reply["reasoning_content"].strip(), call.reply["content"]) == ("first", "")
+    assert found.decode(call.completion_ids).endswith("STOP")
 
 
 def test_a_rollout_is_open_once_and_closed_for_good(rendering: Named) -> None:

@@ -32,7 +32,8 @@ from renderers import create_renderer
 from renderers.configs import Llama3RendererConfig, Qwen3RendererConfig
 
 from longrein.contract import LongreinError, Message
-from longrein.rendering import FamilyRendering, Rendering, TemplateRendering, _families, rendering_for
+from longrein.rendering import FamilyRendering, Rendering, TemplateRendering, rendering_for
+from longrein.rendering.family import families as known_families
 
 Named = Callable[[str], Any]
 FAMILIES = {"qwen3": "qwen3", "tiny": "qwen3", "llama3_2": "llama-3"}
@@ -444,7 +445,7 @@ def test_a_written_reply_ends_at_its_first_stop(name: str, rendering: Named, dat
 # Every family of the library, over a vocabulary that has whatever special tokens it asks for
 
 
-@pytest.mark.parametrize("family", [name for name in _families() if name != "gpt-oss"])  # it downloads its vocabulary
+@pytest.mark.parametrize("family", [name for name in known_families() if name != "gpt-oss"])  # it downloads its vocabulary
 def test_every_family_is_spliced_as_its_own_code_would(family: str, growing: Any) -> None:
     found = FamilyRendering(growing, family)
     prompt = found.prompt([system("be brief"), user("one")], [LOOK])

@@ -18,7 +18,8 @@ from aiohttp import web
 from longrein.digests import canonical, digest_of
 from longrein.noise import derive
 from longrein.proxy import InterceptionServer
-from longrein.proxy.dialect import Dialect, ModelRequest, origin
+from longrein.proxy.dialect import Dialect, ModelRequest
+from longrein.proxy.marks import origin
 from longrein.proxy.session import Session
 from longrein.recorder import Recorder
 

@@ -17,7 +17,7 @@ from longrein.contract import Message
 
 MAX_DEPTH = 32
 """How deep arguments may nest: a program's next request has them some levels down in a body, which is refused below 64."""
-_OWN_ID = re.compile(r"call_[0-9a-f]{16}_\d+_(.+)")
+_OWN_ID = re.compile(r"call_(?:[0-9a-f]{16}|turn\d+)_\d+_(.+)")
 
 
 def readable(name: Any, arguments: Any) -> dict[str, str] | None:
@@ -71,6 +71,16 @@ def with_object_arguments(call: dict[str, Any]) -> dict[str, Any]:
         with contextlib.suppress(ValueError, RecursionError):
             function["arguments"] = json.loads(function["arguments"] or "{}")
     return {**call, "function": function}
+
+
+def arguments_of(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call's arguments as an object; whoever answered may have written them otherwise."""
+    arguments = call["function"]["arguments"]
+    try:
+        read = json.loads(arguments)
+    except (ValueError, RecursionError):
+        read = None
+    return read if isinstance(read, dict) else {"arguments": arguments}
 
 
 def named_results(reply: Message, messages: Sequence[Message]) -> list[Message]:

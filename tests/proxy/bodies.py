@@ -9,7 +9,7 @@ from conversations import ARGUMENTS, NAME, TEXT
 from hypothesis import strategies as st
 
 from longrein.proxy import chat, gemini, messages, responses
-from longrein.proxy.dialect import minted, sealed
+from longrein.proxy.marks import minted, sealed
 
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 3) | st.floats(allow_nan=False) | TEXT | st.sampled_from(["user", "text"]),

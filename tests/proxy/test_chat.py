@@ -254,3 +254,11 @@ def test_a_reply_that_was_interrupted_reads_as_cut_short() -> None:
     rollout, nothing = Rollout(id="r"), np.array([], np.int32)
     call = rollout.add(Call("c", None, nothing, nothing, np.array([], np.float32), "aborted", reply=assistant("")))
     assert answer_of(call, rollout).finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    "part", ["text", "refusal", None, 5, ["text"], {"type": "text"}, {"type": "image_url", "text": "x"}]
+)
+def test_a_part_that_is_no_text_is_refused_where_it_stands(part: Any) -> None:
+    with pytest.raises(DialectError, match=r"messages\[0\]\.content\[1\] is"):
+        chat.parse({"messages": [user([{"type": "text", "text": "a"}, part])]})

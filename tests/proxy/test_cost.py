@@ -15,8 +15,9 @@ from conversations import LOOK, MOVE
 import longrein.digests
 from longrein.contract import Sampled, SampleRequest
 from longrein.proxy import chat, responses
-from longrein.proxy.dialect import ModelRequest, minted
+from longrein.proxy.dialect import ModelRequest
 from longrein.proxy.exchange import Evidence
+from longrein.proxy.marks import minted
 from longrein.proxy.session import Session
 from longrein.recorder import Recorder
 from longrein.rendering import Rendering

@@ -23,7 +23,8 @@ from longrein.digests import canonical
 from longrein.engines.scripted import ScriptedEngine
 from longrein.envs import TreasureHunt
 from longrein.proxy import InterceptionServer
-from longrein.proxy.dialect import Answer, DialectError, minted
+from longrein.proxy.dialect import Answer, DialectError
+from longrein.proxy.marks import minted
 from longrein.rollout import Rollout, padded
 from longrein.rooms import TOOLS, Action, look, opening, over
 

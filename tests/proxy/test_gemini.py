@@ -12,7 +12,8 @@ from google.genai import errors
 from programs import Program
 
 from longrein.proxy import gemini
-from longrein.proxy.dialect import Answer, DialectError, ModelRequest, minted, sealed, unsealed
+from longrein.proxy.dialect import Answer, DialectError, ModelRequest
+from longrein.proxy.marks import minted, sealed, unsealed
 
 MakeProgram = Callable[..., Program]
 CALL = "00c0ffee00c0ffee"

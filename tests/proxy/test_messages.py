@@ -12,7 +12,8 @@ from conversations import LOOK, user
 from programs import Program
 
 from longrein.proxy import messages
-from longrein.proxy.dialect import Answer, DialectError, ModelRequest, minted, sealed, unsealed
+from longrein.proxy.dialect import Answer, DialectError, ModelRequest
+from longrein.proxy.marks import minted, sealed, unsealed
 
 MakeProgram = Callable[..., Program]
 CALL = "00c0ffee00c0ffee"

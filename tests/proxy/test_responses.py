@@ -13,7 +13,8 @@ from openai.types.responses import Response
 from programs import Program
 
 from longrein.proxy import responses
-from longrein.proxy.dialect import Answer, DialectError, ModelRequest, minted, sealed
+from longrein.proxy.dialect import Answer, DialectError, ModelRequest
+from longrein.proxy.marks import minted, sealed
 
 MakeProgram = Callable[..., Program]
 CALL = "00c0ffee00c0ffee"

@@ -10,12 +10,12 @@ from __future__ import annotations
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
 from longrein.contract import LongreinError, Sampled, SampleRequest
 from longrein.digests import digest_of
+from longrein.engines.at_once import AtOnce
 from longrein.rollout import Call, Ids, Rollout
 
 SHOWN = 12
@@ -27,7 +27,7 @@ class ReplayError(LongreinError):
     """A request that was not recorded."""
 
 
-class ReplayEngine:
+class ReplayEngine(AtOnce):
     """An engine whose replies are those of recorded rollouts.
 
     >>> engine = ReplayEngine(trial["rollouts"], decode=tokenizer.decode)                       # doctest: +SKIP
@@ -37,8 +37,6 @@ class ReplayEngine:
     that are played under other seeds than they were recorded take them in the order they were recorded, one after the other,
     and none twice. `decode` shows differences as text.
     """
-
-    policy_version = 0
 
     def __init__(self, rollouts: Iterable[Rollout] | Rollout, *, decode: Decode | None = None) -> None:
         self._decode = decode
@@ -72,21 +70,6 @@ class ReplayEngine:
             sampler_logprobs=None if call.sampler_logprobs is None else call.sampler_logprobs.tolist(),
             versions=None if call.versions is None else call.versions.tolist(),
         )
-
-    def cancel(self) -> None:
-        """Nothing waits: replies are given at once."""
-
-    def pause(self) -> None:
-        """Nothing runs between two replies."""
-
-    def resume(self) -> None:
-        """Nothing waits."""
-
-    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
-        """A record has no weights."""
-
-    def close(self) -> None:
-        """Nothing to let go of."""
 
     def _recorded(self, prompt: Ids, request: SampleRequest) -> Call:
         calls = self._calls.get(_key(prompt), [])

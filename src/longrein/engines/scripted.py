@@ -5,22 +5,21 @@ Its replies are tokenised once, closed as the model would close them, and record
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from longrein.contract import LongreinError, Message, Sampled, SampleRequest, Tool
+from longrein.engines.at_once import AtOnce
 from longrein.rendering import Rendering
 
 Script = Callable[[Sequence[Message], Sequence[Tool]], str | Message]
 
 
-class ScriptedEngine:
+class ScriptedEngine(AtOnce):
     """Answers with what a function says, or with a list of replies in order, from the start for every rollout.
 
     A reply is the model's own text, or an assistant message that is written in the model's format.
     """
-
-    policy_version = 0
 
     def __init__(self, script: Script | Sequence[str | Message], rendering: Rendering) -> None:
         self._script = script if callable(script) else _in_order(script)
@@ -28,21 +27,6 @@ class ScriptedEngine:
 
     async def sample(self, request: SampleRequest) -> Sampled:
         return self._sampled(self._script(request.messages, request.tools), request)
-
-    def cancel(self) -> None:
-        """Nothing waits: replies are given at once."""
-
-    def pause(self) -> None:
-        """Nothing runs between two replies."""
-
-    def resume(self) -> None:
-        """Nothing waits."""
-
-    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
-        """A script has no weights."""
-
-    def close(self) -> None:
-        """Nothing to let go of."""
 
     def _sampled(self, reply: str | Message, request: SampleRequest) -> Sampled:
         ids = self._rendering.encode_reply(reply)

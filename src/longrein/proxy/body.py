@@ -9,11 +9,20 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from longrein.contract import Tool
 from longrein.proxy.dialect import DialectError
 
 Json = dict[str, Any]
 MAX_DEPTH = 64
 """How deep a body may nest; what is deeper breaks templates and comparisons long before it means anything."""
+TEXT_PARTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "encrypted_content": "encrypted_content",
+}
+"""The kinds of parts that are text, and the field it stands in."""
 PIECE = 128
 """Characters in one delta of a stream."""
 
@@ -85,6 +94,52 @@ def words(body: Json, field: str, where: str = "") -> tuple[str, ...]:
     if not isinstance(found, list) or not all(isinstance(word, str) for word in found):
         raise DialectError(400, f"{where}{field} must be a string or a list of strings.", param=f"{where}{field}")
     return tuple(filter(None, found))
+
+
+def role(message: Json, where: str, known: tuple[str, ...]) -> str:
+    """Who says a message, one of those that are known."""
+    if (found := message.get("role")) not in known:
+        raise DialectError(
+            400, f"{where}.role is {short(found)}; it must be one of {', '.join(known)}.", param=f"{where}.role"
+        )
+    return found
+
+
+def text(content: Any, where: str, between: str = "") -> str:
+    """Text, whether it came as text or in OpenAI's parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise DialectError(400, f"{where} is {kind_of(content)}; it must be a string or a list of parts.", param=where)
+    texts = []
+    for index, part in enumerate(content):
+        at = f"{where}[{index}]"
+        kind = item(part, at).get("type")
+        field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+        if field is None or not isinstance(part.get(field), str):
+            raise DialectError(400, f"{at} is of type {short(kind)}; only parts of text can be read.", param=at)
+        texts.append(part[field])
+    return between.join(texts)
+
+
+def function(given: Json, where: str, parameters: Json | None) -> Tool:
+    """A tool as the model is shown it, with its parameters wherever a dialect has them."""
+    made: Json = {"name": required(given, "name", str, f"{where}.")}
+    if description := typed(given, "description", str, f"{where}."):
+        made["description"] = description
+    if parameters is not None:
+        made["parameters"] = parameters
+    return {"type": "function", "function": made}
+
+
+def unformatted(field: str, wanted: Any, instead: str = "a tool") -> DialectError:
+    """A program wants a reply of a given form, and nothing here constrains what is sampled."""
+    return DialectError(
+        400,
+        f"{field} {short(wanted)} is not supported: replies are sampled without constraints. Describe the format in the "
+        f"prompt, or use {instead}.",
+        param=field,
+    )
 
 
 def pieces(text: str) -> Iterator[str]:

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from longrein.contract import Message, Tool
-from longrein.proxy.body import Json, checked, count, filled, item, kind_of, pieces, short, typed, words
+from longrein.proxy.body import Json, checked, count, filled, item, pieces, role, short, text, typed, unformatted, words
 from longrein.proxy.dialect import Answer, DialectError, ModelRequest
 
 END = b"data: [DONE]\n\n"
@@ -128,13 +128,7 @@ def _refuse_unanswerable(body: Json) -> None:
         raise DialectError(400, f"n is {short(body['n'])}; one reply a request is given here: ask n times.", param="n")
     wanted = body.get("response_format")
     if wanted is not None and not (isinstance(wanted, dict) and wanted.get("type") == "text"):
-        kind = wanted.get("type") if isinstance(wanted, dict) else wanted
-        raise DialectError(
-            400,
-            f"response_format {short(kind)} is not supported: replies are sampled without constraints. "
-            "Describe the format in the prompt, or use a tool.",
-            param="response_format",
-        )
+        raise unformatted("response_format", wanted.get("type") if isinstance(wanted, dict) else wanted)
     if count(body, "top_logprobs", least=0):
         raise DialectError(
             400, "top_logprobs is not supported: only the sampled token's log-probability is kept.", param="top_logprobs"
@@ -161,17 +155,14 @@ def _is_plain(given: Any) -> bool:
 
 def _message(given: Json, where: str) -> Message:
     """A message with the fields that mean something to a model, and nothing else."""
-    if (role := given.get("role")) not in ROLES:
-        raise DialectError(
-            400, f"{where}.role is {short(role)}; it must be one of {', '.join(ROLES)}.", param=f"{where}.role"
-        )
-    message: Message = {"role": role, "content": _content(given.get("content"), f"{where}.content")}
+    said_by = role(given, where, ROLES)
+    message: Message = {"role": said_by, "content": text(given.get("content"), f"{where}.content")}
     if given.get("content") is None and isinstance(refusal := given.get("refusal"), str):
         message["content"] = refusal
     for field in ("name", "tool_call_id"):
         if (value := typed(given, field, str, f"{where}.")) is not None:
             message[field] = value
-    if role == "assistant":
+    if said_by == "assistant":
         reasoning = typed(given, "reasoning_content", str, f"{where}.")
         reasoning = reasoning if reasoning is not None else typed(given, "reasoning", str, f"{where}.")
         if reasoning:
@@ -179,26 +170,6 @@ def _message(given: Json, where: str) -> Message:
         if calls := typed(given, "tool_calls", list, f"{where}."):
             message["tool_calls"] = [_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)]
     return message
-
-
-def _content(content: Any, where: str) -> str:
-    """Text, whether it came as text or in parts."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise DialectError(400, f"{where} is {kind_of(content)}; it must be a string or a list of parts.", param=where)
-    texts = []
-    for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else part
-        field = "refusal" if kind == "refusal" else "text"
-        if kind not in ("text", "refusal", "input_text", "output_text") or not isinstance(part.get(field), str):
-            raise DialectError(
-                400,
-                f"{where}[{index}] is of type {short(kind)}; only parts of text can be read.",
-                param=f"{where}[{index}]",
-            )
-        texts.append(part[field])
-    return "".join(texts)
 
 
 def _call(call: Any, where: str) -> Json:

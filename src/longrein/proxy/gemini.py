@@ -22,18 +22,23 @@ from collections.abc import Iterator
 from typing import Any
 
 from longrein.contract import Message, Tool
-from longrein.proxy.body import Json, checked, count, filled, item, pieces, required, short, typed, words
-from longrein.proxy.dialect import (
-    Answer,
-    DialectError,
-    ModelRequest,
-    PromptTooLong,
-    arguments_of,
-    minted,
-    origin,
-    sealed,
-    unsealed,
+from longrein.proxy.body import (
+    Json,
+    checked,
+    count,
+    filled,
+    function,
+    item,
+    pieces,
+    required,
+    short,
+    typed,
+    unformatted,
+    words,
 )
+from longrein.proxy.dialect import Answer, DialectError, ModelRequest, PromptTooLong
+from longrein.proxy.marks import minted, origin, sealed, unsealed
+from longrein.tool_calls import arguments_of
 
 END = b""
 WAITING = b"\n"
@@ -163,12 +168,7 @@ def _refuse_unanswerable(body: Json, config: Json) -> None:
         raise DialectError(400, "candidateCount must be 1: one reply a request is given here.", param="candidateCount")
     form = config.get("responseMimeType")
     if form not in (None, "", "text/plain") or config.get("responseSchema") or config.get("responseJsonSchema"):
-        raise DialectError(
-            400,
-            f"responseMimeType {short(form)} is not supported: replies are sampled without constraints. Describe the "
-            "format in the prompt, or use a function.",
-            param="generationConfig.responseMimeType",
-        )
+        raise unformatted("generationConfig.responseMimeType", form, "a function")
     if body.get("cachedContent"):
         raise DialectError(400, "cachedContent is not supported; send the contents.", param="cachedContent")
 
@@ -228,12 +228,12 @@ def _said(parts: list[tuple[Json, str]], position: int) -> Message:
             call = _camel(typed(part, "functionCall", dict, f"{where}."))
             at = f"{where}.functionCall."
             arguments = json.dumps(typed(call, "args", dict, at) or {}, ensure_ascii=False)
-            function = {"name": required(call, "name", str, at), "arguments": arguments}
+            called = {"name": required(call, "name", str, at), "arguments": arguments}
             # A program that drops ids gets them back in the order of the calls.
             call_id = typed(call, "id", str, at) or f"call_{position}_{len(calls)}"
             if (source := origin(call_id)) is not None:
                 message["from_call"] = source
-            calls.append({"id": call_id, "type": "function", "function": function})
+            calls.append({"id": call_id, "type": "function", "function": called})
         elif part.get("thought") is True:
             thoughts.append(_part_text(part, where))
         elif "text" in part or "thoughtSignature" not in part:
@@ -278,15 +278,10 @@ def _tools(body: Json) -> Iterator[Tool]:
         for place, declaration in enumerate(declared):
             where = f"tools[{index}].functionDeclarations[{place}]"
             declaration = _camel(item(declaration, where))
-            function: Json = {"name": required(declaration, "name", str, f"{where}.")}
-            if description := typed(declaration, "description", str, f"{where}."):
-                function["description"] = description
             schema = typed(declaration, "parametersJsonSchema", dict, f"{where}.")
             if schema is None and (old := typed(declaration, "parameters", dict, f"{where}.")) is not None:
                 schema = _json_schema(old)
-            if schema is not None:
-                function["parameters"] = schema
-            yield {"type": "function", "function": function}
+            yield function(declaration, where, schema)
 
 
 def _json_schema(schema: Any) -> Any:

@@ -11,6 +11,7 @@ What is taken, and what is not:
   `tool_reference` has named yet.
 - `max_tokens` can only lower the run's own limit. Other sampling settings are recorded, not used.
 - `tool_choice` of type none hides the tools; the others are accepted and recorded, and sampling is not constrained.
+- A last message of the assistant's is a turn that was said, not the beginning of the reply.
 - Images, documents and an `output_config.format` are refused. Fields that nobody knows are ignored.
 """
 
@@ -21,18 +22,25 @@ from collections.abc import Iterator
 from typing import Any
 
 from longrein.contract import Message, Tool
-from longrein.proxy.body import Json, checked, count, filled, item, kind_of, pieces, required, short, typed, words
-from longrein.proxy.dialect import (
-    Answer,
-    DialectError,
-    ModelRequest,
-    PromptTooLong,
-    arguments_of,
-    minted,
-    origin,
-    sealed,
-    unsealed,
+from longrein.proxy.body import (
+    Json,
+    checked,
+    count,
+    filled,
+    function,
+    item,
+    kind_of,
+    pieces,
+    required,
+    role,
+    short,
+    typed,
+    unformatted,
+    words,
 )
+from longrein.proxy.dialect import Answer, DialectError, ModelRequest, PromptTooLong
+from longrein.proxy.marks import minted, origin, sealed, unsealed
+from longrein.tool_calls import arguments_of
 
 END = b""
 WAITING = b'event: ping\ndata: {"type": "ping"}\n\n'
@@ -54,12 +62,7 @@ def parse(body: Any) -> ModelRequest:
     """The request in a decoded JSON body."""
     body = checked(body)
     if (form := (typed(body, "output_config", dict) or {}).get("format")) is not None:
-        raise DialectError(
-            400,
-            f"output_config.format {short(form)} is not supported: replies are sampled without constraints. Describe the "
-            "format in the prompt, or use a tool.",
-            param="output_config.format",
-        )
+        raise unformatted("output_config.format", form)
     named: set[str] = set()
     messages = [*_system(body), *_messages(body, named)]
     choice = _tool_choice(body)
@@ -187,12 +190,9 @@ def _messages(body: Json, named: set[str]) -> Iterator[Message]:
     for index, given in enumerate(filled(body, "messages", "message")):
         where = f"messages[{index}]"
         message = item(given, where)
-        if (role := message.get("role")) not in ROLES:
-            raise DialectError(
-                400, f"{where}.role is {short(role)}; it must be one of {', '.join(ROLES)}.", param=f"{where}.role"
-            )
+        said_by = role(message, where, ROLES)
         blocks = _as_blocks(message.get("content"), f"{where}.content")
-        yield from [_said(blocks)] if role == "assistant" else _heard(role, blocks, named)
+        yield from [_said(blocks)] if said_by == "assistant" else _heard(said_by, blocks, named)
 
 
 def _as_blocks(content: Any, where: str) -> list[tuple[Json, str]]:
@@ -219,9 +219,9 @@ def _said(blocks: list[tuple[Json, str]]) -> Message:
                 message["from_call"] = call_id
         elif kind == "tool_use":
             arguments = json.dumps(typed(block, "input", dict, f"{where}.") or {}, ensure_ascii=False)
-            function = {"name": required(block, "name", str, f"{where}."), "arguments": arguments}
+            called = {"name": required(block, "name", str, f"{where}."), "arguments": arguments}
             call_id = required(block, "id", str, f"{where}.")
-            calls.append({"id": call_id, "type": "function", "function": function})
+            calls.append({"id": call_id, "type": "function", "function": called})
             if (source := origin(call_id)) is not None:
                 message["from_call"] = source
         else:
@@ -233,11 +233,11 @@ def _said(blocks: list[tuple[Json, str]]) -> Message:
     return message
 
 
-def _heard(role: str, blocks: list[tuple[Json, str]], named: set[str]) -> Iterator[Message]:
+def _heard(said_by: str, blocks: list[tuple[Json, str]], named: set[str]) -> Iterator[Message]:
     """What the program says: the results of tools, then its words."""
     texts = []
     for block, where in blocks:
-        if block.get("type") == "tool_result" and role == "user":
+        if block.get("type") == "tool_result" and said_by == "user":
             call_id = required(block, "tool_use_id", str, f"{where}.")
             yield {
                 "role": "tool",
@@ -247,7 +247,7 @@ def _heard(role: str, blocks: list[tuple[Json, str]], named: set[str]) -> Iterat
         else:
             texts.append(_block_text(block, where, named))
     if texts or not blocks:
-        yield {"role": role, "content": "\n\n".join(texts)}
+        yield {"role": said_by, "content": "\n\n".join(texts)}
 
 
 def _text(content: Any, where: str, named: set[str] | None = None) -> str:
@@ -270,13 +270,9 @@ def _tools(body: Json, named: set[str]) -> Iterator[Tool]:
         tool = item(given, where)
         if typed(tool, "type", str, f"{where}.") not in (None, "custom"):
             continue
-        function: Json = {"name": required(tool, "name", str, f"{where}.")}
-        if description := typed(tool, "description", str, f"{where}."):
-            function["description"] = description
-        if (parameters := typed(tool, "input_schema", dict, f"{where}.")) is not None:
-            function["parameters"] = parameters
-        if not typed(tool, "defer_loading", bool, f"{where}.") or function["name"] in named:
-            yield {"type": "function", "function": function}
+        shown = function(tool, where, typed(tool, "input_schema", dict, f"{where}."))
+        if not typed(tool, "defer_loading", bool, f"{where}.") or tool["name"] in named:
+            yield shown
 
 
 def _tool_choice(body: Json) -> str | Json:

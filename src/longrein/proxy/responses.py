@@ -23,18 +23,24 @@ from collections.abc import Iterator
 from typing import Any
 
 from longrein.contract import Message, Tool
-from longrein.proxy.body import Json, checked, count, filled, item, kind_of, pieces, required, short, typed
-from longrein.proxy.dialect import (
-    Answer,
-    DialectError,
-    ModelRequest,
-    PromptTooLong,
-    arguments_of,
-    minted,
-    origin,
-    sealed,
-    unsealed,
+from longrein.proxy.body import (
+    Json,
+    checked,
+    count,
+    filled,
+    function,
+    item,
+    pieces,
+    required,
+    role,
+    short,
+    text,
+    typed,
+    unformatted,
 )
+from longrein.proxy.dialect import Answer, DialectError, ModelRequest, PromptTooLong
+from longrein.proxy.marks import minted, origin, sealed, unsealed
+from longrein.tool_calls import arguments_of
 
 END = b""
 WAITING = b": waiting\n\n"
@@ -153,9 +159,9 @@ def _output(answer: Answer, request: ModelRequest) -> list[Json]:
             items[-1]["encrypted_content"] = sealed(call_id, reasoning)
     calls = message.get("tool_calls") or []
     if message.get("content") or not calls:
-        text = {"type": "output_text", "text": message.get("content") or "", "annotations": [], "logprobs": []}
+        part = {"type": "output_text", "text": message.get("content") or "", "annotations": [], "logprobs": []}
         items.append(
-            {"type": "message", "id": minted("msg", call_id), "role": "assistant", "status": status, "content": [text]}
+            {"type": "message", "id": minted("msg", call_id), "role": "assistant", "status": status, "content": [part]}
         )
     for index, call in enumerate(calls):
         items.append(_call_item(call, minted("fc", call_id, index), request.wire.get("names", {})))
@@ -229,15 +235,9 @@ def _usage(answer: Answer) -> Json:
 
 
 def _refuse_unanswerable(body: Json) -> None:
-    text = typed(body, "text", dict) or {}
-    wanted = typed(text, "format", dict, "text.")
+    wanted = typed(typed(body, "text", dict) or {}, "format", dict, "text.")
     if wanted is not None and wanted.get("type") != "text":
-        raise DialectError(
-            400,
-            f"text.format {short(wanted.get('type'))} is not supported: replies are sampled without constraints. "
-            "Describe the format in the prompt, or use a tool.",
-            param="text.format",
-        )
+        raise unformatted("text.format", wanted.get("type"))
     if typed(body, "background", bool):
         raise DialectError(400, "background is not supported: a reply is given on the connection.", param="background")
     for field in ("conversation", "prompt"):
@@ -253,8 +253,8 @@ def _previous(body: Json) -> str | None:
 
 
 def _messages(body: Json, names: dict[str, Json]) -> list[Message]:
-    if isinstance(text := body.get("input"), str):
-        return [{"role": "user", "content": text}]
+    if isinstance(alone := body.get("input"), str):
+        return [{"role": "user", "content": alone}]
     items = filled(body, "input", "item")
     shown = {(told.get("namespace"), told["name"]): name for name, told in names.items()}
     messages: list[Message] = []
@@ -270,19 +270,15 @@ def _add(messages: list[Message], given: Json, where: str, shown: dict[tuple[Any
     """One item more: a message of its own, or a part of the reply that it came from."""
     kind = given.get("type") or "message"
     if kind == "message":
-        role = given.get("role")
-        if role not in ROLES:
-            raise DialectError(
-                400, f"{where}.role is {short(role)}; it must be one of {', '.join(ROLES)}.", param=f"{where}.role"
-            )
-        text = _text(given.get("content"), f"{where}.content", "" if role == "assistant" else "\n\n")
-        if role != "assistant":
-            messages.append({"role": role, "content": text})
+        said_by = role(given, where, ROLES)
+        said = text(given.get("content"), f"{where}.content", "" if said_by == "assistant" else "\n\n")
+        if said_by != "assistant":
+            messages.append({"role": said_by, "content": said})
             return
         reply = _reply(messages, origin(given.get("id")), apart=("content", "tool_calls"))
-        reply["content"] += text
+        reply["content"] += said
     elif kind == "agent_message":
-        messages.append({"role": "user", "content": _text(given.get("content"), f"{where}.content", "")})
+        messages.append({"role": "user", "content": text(given.get("content"), f"{where}.content")})
     elif kind == "reasoning":
         call_id, reasoning = unsealed(given.get("encrypted_content"))
         reply = _reply(messages, call_id or origin(given.get("id")), apart=("content", "tool_calls", "reasoning_content"))
@@ -295,7 +291,7 @@ def _add(messages: list[Message], given: Json, where: str, shown: dict[tuple[Any
     elif kind in ("function_call_output", "custom_tool_call_output"):
         call_id = required(given, "call_id", str, f"{where}.").removesuffix(WHOLE_ARGUMENTS)
         messages.append(
-            {"role": "tool", "tool_call_id": call_id, "content": _text(given.get("output"), f"{where}.output", "\n\n")}
+            {"role": "tool", "tool_call_id": call_id, "content": text(given.get("output"), f"{where}.output", "\n\n")}
         )
     elif kind == "item_reference":
         raise DialectError(400, f"{where} is a reference; send the item itself, or `previous_response_id`.", param=where)
@@ -326,25 +322,6 @@ def _reply(messages: list[Message], call_id: str | None, apart: tuple[str, ...] 
     return reply
 
 
-def _text(content: Any, where: str, between: str) -> str:
-    """Text, whether it came as text or in parts."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise DialectError(400, f"{where} is {kind_of(content)}; it must be a string or a list of parts.", param=where)
-    texts = []
-    for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else part
-        field = kind if kind in ("refusal", "encrypted_content") else "text"
-        if kind not in ("input_text", "output_text", "text", "refusal", "encrypted_content") or not isinstance(
-            part.get(field), str
-        ):
-            at = f"{where}[{index}]"
-            raise DialectError(400, f"{at} is of type {short(kind)}; only parts of text can be read.", param=at)
-        texts.append(part[field])
-    return between.join(texts)
-
-
 def _reasoning(given: Json, where: str) -> str:
     """The text of a reasoning item, or its summary."""
     for field in ("content", "summary"):
@@ -362,8 +339,8 @@ def _call(given: Json, where: str, shown: dict[tuple[Any, Any], str]) -> Json:
     if given["type"] == "function_call":
         arguments = typed(given, "arguments", str, f"{where}.") or "{}"
     else:
-        text = typed(given, "input", str, f"{where}.") or ""
-        arguments = text if call_id.endswith(WHOLE_ARGUMENTS) else json.dumps({"input": text}, ensure_ascii=False)
+        written = typed(given, "input", str, f"{where}.") or ""
+        arguments = written if call_id.endswith(WHOLE_ARGUMENTS) else json.dumps({"input": written}, ensure_ascii=False)
     call_id = call_id.removesuffix(WHOLE_ARGUMENTS)
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -386,26 +363,22 @@ def _tools(body: Json) -> tuple[list[Tool], dict[str, Json]]:
                 name = required(tool, "name", str, f"{at}.")
                 shown = f"{space}__{name}" if space else name
                 names[shown] = {"name": name, "namespace": space, "custom": tool["type"] == "custom"}
-                tools.append({"type": "function", "function": _function(tool, shown, at)})
+                tools.append(_shown(tool, shown, at))
             elif not isinstance(tool.get("type"), str):
                 raise DialectError(400, f"{at}.type is {short(tool.get('type'))}; it must be a string.", param=f"{at}.type")
     return tools, names
 
 
-def _function(tool: Json, name: str, where: str) -> Json:
-    function: Json = {"name": name}
-    description = typed(tool, "description", str, f"{where}.") or ""
-    parameters = typed(tool, "parameters", dict, f"{where}.")
-    if tool["type"] == "custom":
-        form = typed(tool, "format", dict, f"{where}.") or {}
-        if isinstance(grammar := form.get("definition"), str):
-            description += f"\n\nThe input follows this {form.get('syntax') or ''} grammar:\n{grammar}"
-        parameters = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-    if description:
-        function["description"] = description
-    if parameters is not None:
-        function["parameters"] = parameters
-    return function
+def _shown(tool: Json, name: str, where: str) -> Tool:
+    """A tool as the model is shown it: a custom one as a function of one text."""
+    tool = {**tool, "name": name}
+    if tool["type"] == "function":
+        return function(tool, where, typed(tool, "parameters", dict, f"{where}."))
+    form = typed(tool, "format", dict, f"{where}.") or {}
+    if isinstance(grammar := form.get("definition"), str):
+        description = typed(tool, "description", str, f"{where}.") or ""
+        tool["description"] = f"{description}\n\nThe input follows this {form.get('syntax') or ''} grammar:\n{grammar}"
+    return function(tool, where, {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]})
 
 
 def _tool_choice(body: Json) -> str | Json:

@@ -16,7 +16,7 @@ from typing import Any
 from aiohttp import web
 
 from longrein.proxy import chat, gemini, messages, responses
-from longrein.proxy.dialect import Dialect, DialectError, ModelRequest, origin
+from longrein.proxy.dialect import Dialect, DialectError, ModelRequest
 from longrein.proxy.exchange import Exchange
 from longrein.proxy.http import (
     MAX_BODY,
@@ -29,6 +29,7 @@ from longrein.proxy.http import (
     sse_event,
     write_through,
 )
+from longrein.proxy.marks import origin
 from longrein.proxy.session import MAX_UNKNOWN_ROUTES, Session
 
 BLOCK = 64 * 1024

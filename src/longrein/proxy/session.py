@@ -22,8 +22,9 @@ from typing import Any
 from longrein.contract import Intercept, LongreinError, Message, Sampling
 from longrein.digests import Digests, digest_of
 from longrein.proxy import chat
-from longrein.proxy.dialect import Answer, DialectError, ModelRequest, PromptTooLong, answer_of, minted
+from longrein.proxy.dialect import Answer, DialectError, ModelRequest, PromptTooLong, answer_of
 from longrein.proxy.exchange import Evidence, Exchange, Exchanges
+from longrein.proxy.marks import minted
 from longrein.proxy.stored import StoredAnswers
 from longrein.proxy.text import parse_text
 from longrein.recorder import ContextLengthError, Recorder, cut
