@@ -17,8 +17,8 @@ def marker() -> str:
     return f"marker-{uuid.uuid4().hex}"
 
 
-def alive(mark: str) -> list[int]:
-    """The living processes with the marker among their arguments."""
+def alive(*words: str) -> list[int]:
+    """The living processes with the marker, and whatever else is asked for, among their arguments."""
     found = []
     for name in os.listdir("/proc"):
         if not name.isdigit() or int(name) == os.getpid():
@@ -28,7 +28,7 @@ def alive(mark: str) -> list[int]:
             state = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             continue
-        if mark.encode() in arguments and state not in "ZX":
+        if all(word.encode() in arguments for word in words) and state not in "ZX":
             found.append(int(name))
     return found
 
