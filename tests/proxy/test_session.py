@@ -25,6 +25,7 @@ from longrein.proxy.session import Session
 from longrein.recorder import ContextLengthError, Recorder
 from longrein.rendering import Rendering
 from longrein.rollout import Branch, Call
+from longrein.tool_calls import own_id
 
 MakeProgram = Callable[..., Program]
 HI = {"messages": [user("hi")]}
@@ -457,6 +458,17 @@ def test_a_structured_reply_is_delivered_as_it_is(pulled: MakeProgram, pool: Any
     for late in (intercept, {**intercept, "request_id": "nobody/0"}):
         with pytest.raises(LongreinError, match="waits for an answer"):
             there.server.deliver(there.rollout_id, late, "again")
+
+
+def test_a_pulled_call_keeps_the_models_own_id_beside_the_turns(pulled: MakeProgram, pool: Any, rendering: Any) -> None:
+    there = pulled(rendering=rendering("mistral_nemo"))
+    asked = pool.submit(there.say, user("hi"), tools=[LOOK])
+    intercept = there.server.next_request(there.rollout_id)
+    call = '{"name": "look", "arguments": {}, "id": "abcdefghi"}'
+    there.server.deliver(there.rollout_id, intercept, f"[TOOL_CALLS][{call}, {call}]")
+    ids = [one["id"] for one in asked.result().message["tool_calls"]]
+    assert ids == ["call_turn0_0_abcdefghi", "call_turn0_1_abcdefghi"]
+    assert [own_id(one) for one in ids] == ["abcdefghi"] * 2
 
 
 def test_a_pulled_call_whose_client_left_is_joined_not_asked_again(pulled: MakeProgram) -> None:

@@ -24,12 +24,12 @@ from longrein.digests import Digests, digest_of
 from longrein.proxy import chat
 from longrein.proxy.dialect import Answer, DialectError, ModelRequest, PromptTooLong, answer_of
 from longrein.proxy.exchange import Evidence, Exchange, Exchanges
-from longrein.proxy.marks import minted
 from longrein.proxy.stored import StoredAnswers
 from longrein.proxy.text import parse_text
 from longrein.recorder import ContextLengthError, Recorder, cut
 from longrein.rendering import ConversationError, Rendering
 from longrein.rollout import Rollout
+from longrein.tool_calls import call_id
 
 logger = logging.getLogger(__name__)
 
@@ -281,7 +281,8 @@ class Session:
         prompt_ids, tokens = self._prompt(request), 0
         message = self._read(completion, request, prompt_ids)
         for index, call in enumerate(message.get("tool_calls", ())):
-            call.setdefault("id", minted("call", f"turn{exchange.turn}", index))
+            if isinstance(completion, str) or "id" not in call:
+                call["id"] = call_id(f"turn{exchange.turn}", index, call.get("id"))
         if self.rendering is not None:
             tokens = len(self.rendering.encode_reply(completion if isinstance(completion, str) else message))
         finish_reason = "tool_calls" if message.get("tool_calls") else "stop"
