@@ -79,7 +79,8 @@ def sharded(folder: Path, processes: int) -> dict[str, Any]:
     scored = torch.ones_like(mine)
     logps = trajectory_logps(model, mine, scored, scored, packing=None).logps
     (logps * torch.linspace(0, 1, 12)).sum().backward()
-    whole = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    sharded_gradients: dict[str, Any] = {name: parameter.grad for name, parameter in model.named_parameters()}
+    whole = {name: gradient.full_tensor() for name, gradient in sharded_gradients.items()}
     return {"ids": ids, "way": tuple(way_for(model)), "gradient": whole}
 
 
@@ -90,11 +91,13 @@ def slow_then_raising(folder: Path, processes: int) -> None:
     trainer = parts.trainer(folder, tasks, **{**settings(processes), "max_steps": 1})
     prepare = trainer._prepare_inputs
 
-    def impatient(inputs: Any) -> Any:  # for the trial only: elsewhere a slow machine may let a rank wait for the other
+    def impatient(
+        generation_batch: Any,
+    ) -> Any:  # for the trial only: elsewhere a slow machine may let a rank wait for the other
         trainer.accelerator.wait_for_everyone()
         _set_pg_timeout(timedelta(seconds=8))
         try:
-            return prepare(inputs)
+            return prepare(generation_batch)
         finally:
             _set_pg_timeout(timedelta(minutes=5))
 

@@ -54,7 +54,7 @@ def packed_hidden(
     """
     decoder = decoder_of(model)
     on_gpu = next(decoder.parameters()).device.type == "cuda"
-    compiled = on_gpu and can_compile() and _compiles(model) if compiled is None else compiled
+    compiled = bool(on_gpu and can_compile() and _compiles(model) if compiled is None else compiled)
     if needed is None:
         return hidden_states(model, tree, backend, compiled)
     spare = not compiled and not on_gpu and len(needed) > 0 and _spares(model)
