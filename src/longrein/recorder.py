@@ -56,7 +56,7 @@ class Recorder:
         self.engine = engine
         self.rendering = rendering
         self.sampling = sampling or Sampling()
-        self.history = history
+        self.history: History = history
         self.context_length = context_length
         self.on_finish = on_finish
         """Told of each record once it has ended."""
