@@ -64,7 +64,20 @@ def run(page: Page, folder: Path, my_model: Path, policy: Path, *, slow: bool) -
         "PYTHONPATH": "",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    command = ["bwrap", "--dev-bind", "/", "/", "--proc", "/proc", "--unshare-net", "--unshare-pid", "--die-with-parent"]
+    # Ctrl-C works in a page also where these tests run in the background, which ignores it
+    command = [
+        "env",
+        "--default-signal=INT",
+        "bwrap",
+        "--dev-bind",
+        "/",
+        "/",
+        "--proc",
+        "/proc",
+        "--unshare-net",
+        "--unshare-pid",
+        "--die-with-parent",
+    ]
     done = subprocess.run(
         [*command, "bash", "-c", page.script(slow=slow)],
         cwd=work,
