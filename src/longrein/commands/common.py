@@ -55,6 +55,7 @@ def new_run_folder(what: str) -> Path:
 
 def point_latest(folder: Path) -> None:
     """`runs/latest` is the newest run that trained, so that `runs/latest/model` stays what it was while models are evaluated."""
+    folder = folder.resolve()  # it may have been named by this very link
     latest = folder.parent / "latest"
     if latest.is_symlink() or not latest.exists():
         latest.unlink(missing_ok=True)
