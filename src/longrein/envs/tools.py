@@ -20,7 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def tool(method: F) -> F:
     """Offer a method to the policy. Its signature and Google-style docstring are the schema."""
-    if not inspect.isfunction(method):
+    if isinstance(method, classmethod | staticmethod | property) or not callable(method):
         raise LongreinError(f"@tool was put on {method!r}; it goes on the function itself, below any other decorator")
     method.__longrein_tool__ = True  # type: ignore[attr-defined]
     return method
