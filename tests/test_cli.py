@@ -55,6 +55,35 @@ def test_a_run_shows_each_step_and_writes_its_metrics(run: Any) -> None:
     assert {"reward", "success", "loss", "turns/mean", "failed", "branches", "time/rollout"} <= set(lines[0])
 
 
+BROKEN = """
+from longrein import Environment, Episode
+
+class Breaks(Episode):
+    def start(self):
+        return [{"role": "user", "content": "Open."}]
+
+    def step(self, reply):
+        raise RuntimeError("the door is stuck")
+
+class Broken(Environment):
+    episode_class = Breaks
+
+    @classmethod
+    def tasks(cls, count, *, seed=0, env_config=None):
+        return [{"n": n} for n in range(count)]
+"""
+
+
+def test_an_environment_that_always_fails_ends_the_run_before_it_trains(folder: Any, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    flags = ["--env", "broken.Broken", "--env-config", '{"max_tokens": 64}', "--steps", "2", "--heldout", "2"]
+    result = longrein("train", "--model", str(folder("tiny")), *flags, "--num-generations", "2", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "every one of 2 held-out rollouts failed before any training" in result.stderr
+    assert "the door is stuck" in result.stderr
+    assert not list(tmp_path.rglob("summary.json"))
+
+
 def test_the_trained_model_loads(run: Any) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -28,7 +28,8 @@ class TrainDisplay:
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=None),
             TextColumn(
-                "reward {task.fields[reward]:.2f}  success {task.fields[success]:.0%}  {task.fields[speed]:,.0f} tokens/s"
+                "reward {task.fields[reward]:.2f}  success {task.fields[success]:.0%}{task.fields[failed]}  "
+                "{task.fields[speed]:,.0f} tokens/s"
             ),
             TimeElapsedColumn(),
             TextColumn("left"),
@@ -51,9 +52,15 @@ class TrainDisplay:
     def event(self, event: dict[str, Any]) -> None:
         stage = event["stage"]
         if stage == "train":
-            self.note(f"before: {event['before'].success:.0%} of held-out tasks solved")
+            before = event["before"]
+            if before.success is not None:
+                self.note(f"before: {before.success:.0%} of held-out tasks solved")
+            if before.failed:
+                self._failed(before.failed, "before training", before.cause)
             self._progress.start()
-            self._task = self._progress.add_task("train", total=event["steps"], reward=0.0, success=0.0, speed=0.0)
+            self._task = self._progress.add_task(
+                "train", total=event["steps"], reward=0.0, success=0.0, failed="", speed=0.0
+            )
         elif stage == "step":
             self._step(event)
         else:
@@ -66,12 +73,21 @@ class TrainDisplay:
         speed = (tokens - self._tokens) / (now - self._time) if self._time else 0.0
         self._tokens, self._time = tokens, now
         reward, success = event["reward"] or 0.0, event.get("success") or 0.0
-        self._progress.update(self._task, completed=event["step"], reward=reward, success=success, speed=speed)
+        failed = f"  failed {event['failed']:.0%}" if event.get("failed") else ""
+        self._progress.update(
+            self._task, completed=event["step"], reward=reward, success=success, failed=failed, speed=speed
+        )
         if not self.console.is_terminal:
             self.console.print(
-                f"step {event['step']}  reward {reward:.2f}  success {success:.0%}  {speed:,.0f} tokens/s",
+                f"step {event['step']}  reward {reward:.2f}  success {success:.0%}{failed}  {speed:,.0f} tokens/s",
                 highlight=False,
             )
+
+    def _failed(self, count: int, when: str, cause: str) -> None:
+        self.console.print(
+            f"[red]{count} held-out rollouts failed {when}[/red] and count as not solved; the first cause: {escape(cause)}",
+            highlight=False,
+        )
 
     def summary(self, summary: dict[str, Any], folder: Path) -> None:
         table = Table(title=f"held-out tasks ({summary['heldout_tasks']}), seed {summary['seed']}", title_justify="left")
@@ -79,14 +95,11 @@ class TrainDisplay:
             table.add_column(column, justify="right" if column else "left")
         for name, rates in summary["by_env"].items():
             table.add_row(f"success, {name}", f"{rates['before']:.1%}", f"{rates['after']:.1%}")
-        table.add_row("reward, mean", f"{summary['heldout_reward_before']:.3f}", f"{summary['heldout_reward_after']:.3f}")
+        rewards = (summary["heldout_reward_before"], summary["heldout_reward_after"])
+        table.add_row("reward, mean", *("–" if reward is None else f"{reward:.3f}" for reward in rewards))
         self.console.print(table)
         if summary["heldout_failed"]:
-            self.console.print(
-                f"[red]{summary['heldout_failed']} held-out rollouts failed[/red] and count as not solved; "
-                f"the first cause: {summary['heldout_failure']}",
-                highlight=False,
-            )
+            self._failed(summary["heldout_failed"], "before and after", summary["heldout_failure"])
         self.console.print(
             f"{summary['steps']} steps in {summary['seconds']:.0f} s · {folder}/summary.json · {folder}/model\n"
             f"look at it: longrein view {folder}",

@@ -79,21 +79,23 @@ def evaluate(
 
 
 def earlier_rollouts(folder: Path, about: Mapping[str, Any]) -> list[Rollout]:
-    """What an evaluation that was stopped left in its folder; refused where it is another. Rollouts that failed are played again."""
+    """What an evaluation that was stopped left in its folder; refused where it is another and has
+    played something. Rollouts that failed are played again."""
     if not (folder / FILE).exists():
         return []
     try:
         known = json.loads((folder / CONFIG).read_text())
     except (OSError, ValueError):
         known = {}
-    for name in SAME:
-        if name not in known:
-            raise LongreinError(f"{folder} holds a run that is no evaluation; give this one a folder of its own (--out)")
+    if not known.keys() >= set(SAME):
+        raise LongreinError(f"{folder} holds a run that is no evaluation; give this one a folder of its own (--out)")
+    played = list(Run(folder).rollouts(Filter(phase="eval", failed=False)))
+    for name in SAME if played else ():
         if known[name] != (now := json.loads(json.dumps(about[name]))):
             raise LongreinError(
                 f"{folder} holds an evaluation with another {name}: {known[name]!r}, now {now!r}; give this one a folder of its own (--out)"
             )
-    return list(Run(folder).rollouts(Filter(phase="eval", failed=False)))
+    return played
 
 
 def read_results(path: Path) -> tuple[dict[str, Any], list[Task]]:

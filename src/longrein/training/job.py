@@ -45,8 +45,10 @@ logger = logging.getLogger(__name__)
 class Heldout:
     """How a policy does on tasks it is not trained on."""
 
-    success: float
-    reward: float
+    success: float | None
+    """None where there was nothing to play."""
+    reward: float | None
+    """Of those that have one; None where none has."""
     by_env: dict[str, float]
     failed: int
     """Rollouts that our side broke; they count as not solved."""
@@ -80,6 +82,10 @@ def train(settings: Settings, folder: Path, *, progress: Progress = lambda event
         trainer.sync_weights()
         with keeper.phase("before", 0):
             before = evaluate(agent, heldout_rows, seed=settings.seed)
+        if heldout_rows and before.failed == len(heldout_rows):
+            raise LongreinError(
+                f"every one of {before.failed} held-out rollouts failed before any training; the first cause: {before.cause}"
+            )
         progress({"stage": "train", "steps": settings.steps, "before": before})
         checkpoint = newest_checkpoint(folder) if settings.resume else None
         try:
@@ -278,16 +284,17 @@ def react_config(hunt: dict[str, Any]) -> dict[str, Any]:
 def evaluate(agent: Agent, rows: list[dict[str, Any]], *, seed: int, repeats: int = 1) -> Heldout:
     """Play the rows once each with the policy as it is; the same seed draws the same noise."""
     if not rows:
-        return Heldout(float("nan"), float("nan"), {}, 0, None)
+        return Heldout(None, None, {}, 0, None)
     agent.seed = derive(seed, "heldout")
     cache: EnvironmentCache = {}
     played = collect(rows, cache, agent.tokenizer, agent, repeats)
     names = sorted({one.env for one in played.played})
+    scored = played.final_rewards[~np.isnan(played.final_rewards)]
     return Heldout(
         success=_success(played),
-        reward=float(np.nanmean(played.final_rewards)) if not np.isnan(played.final_rewards).all() else float("nan"),
+        reward=float(scored.mean()) if len(scored) else None,
         by_env={name: _success(played, name) for name in names},
-        failed=(failed := int(np.isnan(played.final_rewards).sum())),
+        failed=(failed := len(played.final_rewards) - len(scored)),
         cause=played.first_failure() if failed else None,
     )
 
