@@ -14,7 +14,10 @@ from longrein.contract import LongreinError
 
 def check(
     command: Annotated[
-        list[str], typer.Argument(help="After `--`: the program and its arguments; or a name: react, shell.")
+        list[str],
+        typer.Argument(
+            help="After `--`: the program and its arguments; or a name that `longrein harness list` shows, react or shell."
+        ),
     ],
     model: Annotated[str | None, typer.Option(help="Folder or hub name of a model. Unsaid: a scripted one.")] = None,
     script: Annotated[
