@@ -28,10 +28,10 @@ from conversations import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longrein.contract import GenerateAPI, LongreinError, Message, Sampled, SampleRequest, Sampling
+from longrein.contract import ContextLengthError, GenerateAPI, LongreinError, Message, Sampled, SampleRequest, Sampling
 from longrein.digests import canonical
 from longrein.engines.transformers import TransformersEngine
-from longrein.recorder import ContextLengthError, Recorder
+from longrein.recorder import Recorder
 from longrein.rendering import FamilyRendering, Rendering
 from longrein.rollout import Call
 

@@ -10,7 +10,7 @@ from conversations import AWKWARD, TEXT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longrein.tokenizer import Lexicon, PlainTokenizer, Words, in_ascii, words_of
+from longrein.tokenizer import KnownWords, Lexicon, PlainTokenizer, in_ascii, words_of
 
 Named = Callable[[str], Any]
 SIX = pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "llama3_2", "mistral_nemo", "smollm2", "tiny"])
@@ -61,7 +61,7 @@ def test_words_are_forgotten_before_there_are_too_many(tokenizer: Named, monkeyp
     monkeypatch.setattr("longrein.tokenizer.MAX_WORDS", 10)
     real = tokenizer("qwen3")
     words = words_of(real.backend_tokenizer)
-    assert isinstance(words, Words)
+    assert isinstance(words, KnownWords)
     text = " ".join(f"w{number}x" for number in range(50))
     assert words.encode(text) == real.encode(text, add_special_tokens=False)
     assert len(words) <= 10

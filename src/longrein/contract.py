@@ -27,6 +27,14 @@ class LongreinError(Exception):
     """Everything longrein raises on purpose: what was given, what was expected, what to do."""
 
 
+class ContextLengthError(LongreinError):
+    """The prompt leaves no room for a reply in the model's context."""
+
+    def __init__(self, tokens: int, limit: int) -> None:
+        super().__init__(f"the prompt has {tokens} tokens and the limit is {limit}: no room for a reply")
+        self.tokens, self.limit = tokens, limit
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How a reply is drawn.

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from longrein.contract import Engine, LongreinError, Message, Sampled, SampleRequest, Sampling, Tool
+from longrein.contract import ContextLengthError, Engine, LongreinError, Message, Sampled, SampleRequest, Sampling, Tool
 from longrein.digests import copied
 from longrein.rendering import Rendering
 from longrein.rollout import Call, Rollout
@@ -24,14 +24,6 @@ from longrein.tool_calls import call_id as tool_call_id
 from longrein.tree import History, Place, Tree, as_ids
 
 T = TypeVar("T")
-
-
-class ContextLengthError(LongreinError):
-    """The prompt leaves no room for a reply in the model's context."""
-
-    def __init__(self, tokens: int, limit: int) -> None:
-        super().__init__(f"the prompt has {tokens} tokens and the limit is {limit}: no room for a reply")
-        self.tokens, self.limit = tokens, limit
 
 
 class Recorder:

@@ -104,7 +104,7 @@ def unfolded(ids: Sequence[int]) -> list[int]:
     return list(chain.from_iterable(token.ids if type(token) is Folded else (token,) for token in ids))
 
 
-class Words(dict[str, list[int]]):
+class KnownWords(dict[str, list[int]]):
     """The words a vocabulary has written, and how: the pieces into which it cuts every text before it looks for tokens."""
 
     def __init__(self, backend: Any, pattern: str, usual: bool = False) -> None:
@@ -190,7 +190,7 @@ class Lexicon:
         return self._ids.get(tokens) if tokens in self.special else None
 
 
-def words_of(backend: Any) -> Words | None:
+def words_of(backend: Any) -> KnownWords | None:
     """The words of a byte-level vocabulary; None for one that cuts texts in another way."""
     cutting, normalizer = _state(backend.pre_tokenizer), _state(backend.normalizer).get("type")
     steps = cutting.get("pretokenizers", [])
@@ -204,7 +204,7 @@ def words_of(backend: Any) -> Words | None:
     expression = split["pattern"].get("Regex", "")
     pattern = in_ascii(expression)
     usual = expression.replace(r"\p{N}{1,3}", r"\p{N}") == _USUAL
-    return Words(backend, pattern, usual) if pattern and not re.compile(pattern).groups else None
+    return KnownWords(backend, pattern, usual) if pattern and not re.compile(pattern).groups else None
 
 
 def in_ascii(pattern: str) -> str | None:

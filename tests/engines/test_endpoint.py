@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from patience import PATIENCE
 
-from longrein.contract import SampleRequest, Sampling
+from longrein.contract import ContextLengthError, SampleRequest, Sampling
 from longrein.engines.endpoint import EndpointEngine, EndpointError, Words
-from longrein.recorder import ContextLengthError, Recorder, run_sync
+from longrein.recorder import Recorder, run_sync
 
 Answer = Callable[[dict[str, Any]], tuple[int, Any]]
 text = st.text(alphabet=st.characters(exclude_categories=["Cs"]))

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from patience import PATIENCE
 from programs import Gated, Program, until
 
-from longrein.contract import Intercept, LongreinError, Message, Sampled, SampleRequest, Sampling
+from longrein.contract import ContextLengthError, Intercept, LongreinError, Message, Sampled, SampleRequest, Sampling
 from longrein.engines.scripted import ScriptedEngine
 from longrein.proxy import CallLimits, InterceptionServer, chat, mark_auxiliary, turn_of
 from longrein.proxy.dialect import ModelRequest
 from longrein.proxy.exchange import Evidence, Exchange
 from longrein.proxy.session import Session
-from longrein.recorder import ContextLengthError, Recorder
+from longrein.recorder import Recorder
 from longrein.rendering import Rendering
 from longrein.rollout import Branch, Call
 from longrein.tool_calls import own_id
@@ -132,13 +132,14 @@ def leave(program: Program, engine: Gated, body: Any = HI, **headers: str) -> An
     return gate
 
 
+@pytest.mark.parametrize("content", ["hi", [{"type": "text", "text": "hi"}]], ids=["word for word", "as parts"])
 @pytest.mark.parametrize("streams", [(False, False), (True, True), (True, False)])
 def test_the_same_request_joins_the_call_whose_client_left(
-    program: MakeProgram, gated: Gated, pool: Any, streams: tuple[bool, bool]
+    program: MakeProgram, gated: Gated, pool: Any, streams: tuple[bool, bool], content: Any
 ) -> None:
     there = program(gated)
     gate = leave(there, gated, {**HI, "stream": streams[0]})
-    again = pool.submit(there.say, user("hi"), stream=streams[1])
+    again = pool.submit(there.say, user(content), stream=streams[1])
     until(lambda: there.traffic.joined)
     gate.set_result("once")
     assert "once" in again.result().text

@@ -13,12 +13,11 @@ from patience import PATIENCE
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
 
 from longrein import Agent, LongreinError, Sampling
-from longrein.contract import Verdict
+from longrein.contract import ContextLengthError, Verdict
 from longrein.engines.scripted import ScriptedEngine
 from longrein.envs import TreasureHunt
 from longrein.harnesses.process import ProcessSessionFactory
 from longrein.proxy import CallLimits, InterceptionServer
-from longrein.recorder import ContextLengthError
 from longrein.training.sync import EngineWeightTransfer
 from longrein.training.worker import HarnessRolloutWorker, play_session, samples_of
 

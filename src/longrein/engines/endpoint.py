@@ -16,8 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from longrein.contract import LongreinError, Message, Sampled, SampleRequest, Tool
-from longrein.recorder import ContextLengthError
+from longrein.contract import ContextLengthError, LongreinError, Message, Sampled, SampleRequest, Tool
 
 PIECE = re.compile(r" ?\w{1,6}|\s|[^\w\s]")
 MARKS = ("<end>", "<call>", "</call>", "<think>", "</think>", "<message>")

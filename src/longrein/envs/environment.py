@@ -21,8 +21,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from longrein.agents import Agent, as_agent
-from longrein.contract import LongreinError, Message, Sampling, Tool
-from longrein.recorder import ContextLengthError, Recorder, run_sync
+from longrein.contract import ContextLengthError, LongreinError, Message, Sampling, Tool
+from longrein.recorder import Recorder, run_sync
 from longrein.rollout import CREDITS, Credit, Rollout, Trial, padded
 
 logger = logging.getLogger(__name__)

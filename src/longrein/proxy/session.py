@@ -19,14 +19,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from longrein.contract import Intercept, LongreinError, Message, Sampling
+from longrein.contract import ContextLengthError, Intercept, LongreinError, Message, Sampling
 from longrein.digests import Digests, digest_of
 from longrein.proxy import chat
 from longrein.proxy.dialect import Answer, DialectError, ModelRequest, PromptTooLong, answer_of
 from longrein.proxy.exchange import Evidence, Exchange, Exchanges
 from longrein.proxy.stored import StoredAnswers
 from longrein.proxy.text import parse_text
-from longrein.recorder import ContextLengthError, Recorder, cut
+from longrein.recorder import Recorder, cut
 from longrein.rendering import ConversationError, Rendering
 from longrein.rollout import Rollout
 from longrein.tool_calls import call_id

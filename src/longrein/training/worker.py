@@ -28,6 +28,7 @@ from longrein.contract import (
     AgentSession,
     AgentSessionFactory,
     CarefulSession,
+    ContextLengthError,
     GenerateAPI,
     LongreinError,
     RolloutMessages,
@@ -35,7 +36,7 @@ from longrein.contract import (
 )
 from longrein.noise import derive
 from longrein.proxy.auxiliary import mark_auxiliary
-from longrein.recorder import ContextLengthError, Recorder
+from longrein.recorder import Recorder
 from longrein.rollout import Branch, Rollout, padded
 from longrein.training.advantages import AdvantageName, Batch, advantages, turns_of
 
