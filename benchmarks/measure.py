@@ -68,7 +68,6 @@ def peak_gib(run: Callable[[], Any]) -> float:
     import torch
 
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         run()

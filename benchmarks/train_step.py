@@ -29,12 +29,18 @@ BARS = {
 }
 MICRO_BATCHES = {"cpu": (16,), "cuda": (1, 2, 4)}
 """Rows a forward of TRL's; the fastest of them is taken."""
+USUAL = 8
+"""Rows a forward of TRL's, unless one is told."""
+BEFORE = 99
+"""The seed of the rows that both have seen on a GPU before anything is timed."""
 SEEDS = {"cpu": (0, 1, 2), "cuda": (0,)}
 """A workload is drawn from each: of one draw of a few rows, luck alone moves the ratio by a fifth."""
 MINUTES = {"cpu": 5, "cuda": 4}
 """What a round of one draw of all workloads takes, about, on the machines of docs/training-speed.md."""
 KEYS = ("workload", "device", "ratio_trl", "ratio_trl_sorted", "seconds", "peak_gib", "floor_share")
 """Of an object that is printed with `--json`."""
+ON_A_GPU = ("ratio_trl_unseen", "ratio_trl_usual", "ratio_trl_tree")
+"""Besides: rows of lengths not seen before; TRL at 8 rows a forward; TRL's own tree."""
 TOLERANCE = 1e-4
 """Of the gradient in float32: the norm of the difference over the norm, in all."""
 SPREAD = 2.0
@@ -50,10 +56,10 @@ class Floor(NamedTuple):
     flops: float
 
 
-def floor_of(rows: Sequence[Row], model: Any, *, checkpointing: bool) -> Floor:
+def floor_of(rows: Sequence[Row], model: Any) -> Floor:
     """Every unique token once through the layers, its attention over those it reads, every scored one through the head; of the
-    last layer only keys and values for those that score nothing. Forward, and twice that backward; with checkpointing the
-    layers' forward a second time."""
+    last layer only keys and values for those that score nothing. Forward, and twice that backward; what checkpointing computes
+    again is not counted."""
     width = max(len(row.ids) for row in rows)
     ids, mask = (
         np.stack([np.pad(one, (0, width - len(one))) for one in part])
@@ -69,7 +75,7 @@ def floor_of(rows: Sequence[Row], model: Any, *, checkpointing: bool) -> Floor:
     attention = 4.0 * config.num_attention_heads * config.head_dim * (before * reads.sum() + reads[scoring].sum())
     body = 2.0 * (before * matrices * tokens + read * tokens + (matrices - read) * len(scoring)) + attention
     head = 2.0 * config.vocab_size * config.hidden_size * len(packed.targets)
-    return Floor(tokens, body * (4 if checkpointing else 3) + head * 3)
+    return Floor(tokens, 3 * (body + head))
 
 
 def gradient_of(model: Any) -> list[torch.Tensor]:
@@ -111,10 +117,11 @@ class Bench:
 
     def workload(self, name: str) -> dict[str, Any]:
         """A workload drawn from each of its seeds: seconds and operations are the sums, memory is the most."""
+        if self.device == "cuda":
+            self._see(name)
         drawn = [self._drawn(name, seed) for seed in self.seeds]
         total = {key: sum(one[key] for one in drawn) for key in drawn[0] if not key.startswith("peak_gib")}
         peak = {key: max(one[key] for one in drawn) for key in ("peak_gib", "peak_gib_trl")}
-        rows = rows_of(name, self.device, self.vocabulary, seed=self.seeds[0], **self.sizes)
         result = {
             "workload": name,
             "device": self.device,
@@ -129,20 +136,30 @@ class Bench:
             "row_tokens": total["row_tokens"] / total["unique_tokens"],
             "forwarded_trl": total["forwarded_trl"] / total["unique_tokens"],
         }
+        if self.device == "cpu":
+            return result
+        rows = rows_of(name, self.device, self.vocabulary, seed=self.seeds[0], **self.sizes)
         values = Values(rows, self.vocabulary)
-        return result | (self._tree(rows, values, result["seconds"]) if self.device == "cuda" else {})
+        unseen = {"ratio_trl_unseen": total["trl_unseen"] / total["ours_unseen"], "seconds_unseen": total["ours_unseen"]}
+        return result | unseen | self._tree(rows, values, drawn[0]["ours"]) | self._usual(rows, values, drawn[0]["ours"])
+
+    def _see(self, name: str) -> None:
+        """Both run rows of this workload that are not timed; TRL's micro-batch is found on them."""
+        rows = rows_of(name, self.device, self.vocabulary, seed=BEFORE, **self.sizes)
+        values = Values(rows, self.vocabulary)
+        self.ours.run(self.ours.prepare(rows, values))
+        self.micro = self.micro or self._fastest(rows, values)
+        self.trl.run(self.trl.prepare(rows, values, self.micro)[: len(rows) // 4])
 
     def _drawn(self, name: str, seed: int) -> dict[str, float]:
         rows = rows_of(name, self.device, self.vocabulary, seed=seed, **self.sizes)
         values = Values(rows, self.vocabulary)
         batch = self.ours.prepare(rows, values)
-        self.micro = self.micro or self._fastest(rows, values)
-        batches, by_length = (self.trl.prepare(rows, values, self.micro, by_length=order) for order in (False, True))
-        jobs = {
-            "ours": lambda: self.ours.run(batch),
-            "trl": lambda: self.trl.run(batches),
-            "trl_sorted": lambda: self.trl.run(by_length),
-        }
+        micro = self.micro or MICRO_BATCHES[self.device][0]
+        batches, by_length = (self.trl.prepare(rows, values, micro, by_length=order) for order in (False, True))
+        jobs = {"ours": lambda: self.ours.run(batch), "trl": lambda: self.trl.run(batches)}
+        if micro > 1:
+            jobs["trl_sorted"] = lambda: self.trl.run(by_length)
         peak, first, gradients = {}, {}, {}
         for who, job in jobs.items():  # the first round: memory and gradient besides
             peak[who] = peak_gib(lambda who=who, job=job: first.update({who: timed(job, self.clock)}))
@@ -152,18 +169,24 @@ class Bench:
         allowed = TOLERANCE if self.base.dtype == torch.float32 else SPREAD * self._rounding()["trl"]
         if not apart <= allowed:
             raise AssertionError(f"{name}: the gradients differ by {apart:.2g}; {allowed:.2g} is allowed")
-        # on a GPU TRL's runs are long and steady: their first is taken, once the search for its micro-batch has warmed it up
-        again = {"ours": jobs["ours"]} if self.device == "cuda" else jobs
-        seconds = first | alternate(again, self.rounds - 1, self.clock, first)
-        floor = floor_of(rows, self.base, checkpointing=self.device == "cuda")
-        return seconds | {
-            "peak_gib": peak["ours"],
-            "peak_gib_trl": peak["trl"],
-            "flops": floor.flops,
-            "row_tokens": sum(len(row.ids) for row in rows),
-            "unique_tokens": floor.tokens,
-            "forwarded_trl": self.trl.forwarded(batches),
-        }
+        # on a GPU a first run plans kernels for lengths not seen before, as each step of a training does: it stands apart
+        cuda = self.device == "cuda"
+        seconds = alternate(jobs, self.rounds if cuda else self.rounds - 1, self.clock, None if cuda else first)
+        floor = floor_of(rows, self.base)
+        return (
+            {"trl_sorted": seconds["trl"]}
+            | seconds
+            | {
+                "ours_unseen": first["ours"],
+                "trl_unseen": first["trl"],
+                "peak_gib": peak["ours"],
+                "peak_gib_trl": peak["trl"],
+                "flops": floor.flops,
+                "row_tokens": sum(len(row.ids) for row in rows),
+                "unique_tokens": floor.tokens,
+                "forwarded_trl": self.trl.forwarded(batches),
+            }
+        )
 
     def check(self) -> dict[str, Any]:
         """On a GPU: a small model in float32 has TRL's gradient to rounding."""
@@ -200,18 +223,29 @@ class Bench:
 
     def _fastest(self, rows: Sequence[Row], values: Values) -> int:
         """The rows a forward with which TRL is fastest; found once, on half of the first workload."""
-        choices = MICRO_BATCHES[self.device]
         seconds = {}
-        for micro in choices if len(choices) > 1 else ():
+        for micro in MICRO_BATCHES[self.device]:
             batches = self.trl.prepare(rows[: len(rows) // 2], values, micro)
             try:
-                self.trl.run(batches[:1])
+                self.trl.run(batches)
                 seconds[micro] = timed(lambda batches=batches: self.trl.run(batches))
             except torch.OutOfMemoryError:
                 self.trl.model.zero_grad()
                 torch.cuda.empty_cache()
                 break
-        return min(seconds, key=seconds.__getitem__) if seconds else choices[0]
+        found = ", ".join(f"{micro}: {value:.2f} s" for micro, value in seconds.items())
+        print(f"TRL by rows a forward, on half of the first rows: {found}", file=sys.stderr, flush=True)
+        return min(seconds, key=seconds.__getitem__)
+
+    def _usual(self, rows: Sequence[Row], values: Values, ours: float) -> dict[str, Any]:
+        """TRL at the rows a forward that it has unless it is told."""
+        try:
+            batches = self.trl.prepare(rows, values, USUAL)
+            return {"ratio_trl_usual": timed(lambda: self.trl.run(batches)) / ours}
+        except torch.OutOfMemoryError:
+            self.trl.model.zero_grad()
+            torch.cuda.empty_cache()
+            return {"ratio_trl_usual": None}
 
     def _tree(self, rows: Sequence[Row], values: Values, ours: float) -> dict[str, Any]:
         """TRL's own tree, where it runs."""
@@ -233,10 +267,10 @@ class Bench:
         for rollouts in (8, 32, 128):
             rows = rows_of("group", self.device, self.vocabulary, rollouts=rollouts)
             batch = self.ours.prepare(rows, Values(rows, self.vocabulary))
-            if rollouts == 8:
+            if rollouts == 8 or self.device == "cuda":
                 self.ours.run(batch)
             seconds = alternate({"ours": lambda batch=batch: self.ours.run(batch)}, 1, self.clock)["ours"]
-            result[rollouts] = 1e6 * seconds / floor_of(rows, self.base, checkpointing=False).tokens
+            result[rollouts] = 1e6 * seconds / floor_of(rows, self.base).tokens
         spread = max(result.values()) / min(result.values())
         return {"workload": "growth", "device": self.device, "microseconds_a_unique_token": result, "spread": spread}
 
@@ -277,7 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             continue
         table(line(result))
         if asked.json and name not in special:
-            print(json.dumps({key: result[key] for key in KEYS}), flush=True)
+            print(json.dumps({key: result[key] for key in (*KEYS, *ON_A_GPU) if key in result}), flush=True)
     sys.exit(failed)
 
 
@@ -291,13 +325,13 @@ def line(result: dict[str, Any]) -> str:
     if result["workload"] == "growth":
         by_size = ", ".join(f"{size}: {value:.1f}" for size, value in result["microseconds_a_unique_token"].items())
         return f"microseconds a unique token by rollouts a group: {by_size} (spread {result['spread']:.2f})"
-    tree = f"   TRL's tree {result['ratio_trl_tree']:.2f}x" if result.get("ratio_trl_tree") else ""
+    more = "".join(f"   {name.removeprefix('ratio_trl_')} {result[name]:.2f}x" for name in ON_A_GPU if result.get(name))
     return (
         f"{result['workload']:<12}  {result['seconds']:6.3f}  {result['ratio_trl']:5.2f}x {result['ratio_trl_sorted']:5.2f}x  "
         f"{result['bar'] or 0:4.1f}  {result['peak_gib']:5.2f} ({result['peak_gib_trl']:5.2f})   "
         f"{result['row_tokens']:8.2f}   {result['forwarded_trl']:9.2f}   {result['floor_share']:6.0%}   "
         + " ".join(f"{ratio:.2f}" for ratio in result["by_seed"])
-        + tree
+        + more
     )
 
 

@@ -39,11 +39,12 @@ CPU = {
     "none": Size(16, 100, 2, 30, 110),
 }
 GPU = {
-    "group": Size(16, 2000, 6, 250, 750),
-    "harness": Size(4, 2000, 10, 250, 750),
-    "per_turn": Size(4, 2000, 6, 250, 750),
-    "none": Size(16, 1000, 6, 250, 750),
+    "group": Size(16, 2000, 8, 250, 750),
+    "harness": Size(4, 4000, 13, 250, 750),
+    "per_turn": Size(4, 4000, 8, 250, 750),
+    "none": Size(16, 2000, 8, 250, 750),
 }
+"""Rows of 4,000 to 20,000 tokens."""
 SIZES = {"cpu": CPU, "cuda": GPU}
 """A fifth to a quarter of what follows the prompt is the agent's, as in programs that read files and the output of commands."""
 

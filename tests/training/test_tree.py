@@ -49,6 +49,30 @@ def test_a_token_reads_its_own_prefix_and_nothing_else(rows):
             assert reads == (prefix_at[q][: len(prefix_at[k])] == prefix_at[k])
 
 
+@pytest.mark.parametrize("few", [0.0, 0.4, 9.0])
+@given(rows=ROWS)
+def test_an_aligned_tree_forks_at_round_places(few, rows):
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"GRAINS": (4, 2), "FEW": few, "TAIL": 3}.items():
+            patch.setattr(module, name, value)
+        tree = PrefixTree.aligned(rows)
+    exact = PrefixTree.of(rows)
+    tail = len(tree) - (max((int(places.max(initial=-1)) for places in tree.places), default=-1) + 1)
+    assert len(tree) - tail <= (1 + few) * len(exact)
+    assert tail == 0 or (3 <= tail < 3 + 4 and len(tree) % 4 == 0)
+    prefix_at: dict[int, tuple[int, ...]] = {}
+    for row, places in zip(rows, tree.places, strict=True):
+        assert tree.ids[places].tolist() == row.tolist()
+        assert tree.positions[places].tolist() == list(range(len(row)))
+        prefix_at |= dict(zip(places.tolist(), prefixes(row), strict=True))
+        for at, place in enumerate(places.tolist()):  # a row's token reads the row's tokens before it, and no others
+            assert [k for k in range(place + 1) if place < tree.reaches[k]] == places[: at + 1].tolist()
+    assert sorted(prefix_at) == list(range(len(tree) - tail))
+    if few == 9.0:
+        parents = set(tree.parents.tolist()) - {-1}
+        assert all((tree.ends[s] - tree.starts[s]) % 4 == 0 for s in parents)
+
+
 @given(ROWS)
 def test_segments_are_maximal_runs_without_a_fork(rows):
     tree = PrefixTree.of(rows)

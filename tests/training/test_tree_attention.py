@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import flex_attention
 
 from longrein.contract import LongreinError
-from longrein.training import tree_flex, tree_kernels
+from longrein.training import tree, tree_calls, tree_flex, tree_kernels
 from longrein.training.tree import PrefixTree
 from longrein.training.tree_attention import TreeAttention
+from longrein.training.tree_calls import Block, Uneven, Varlen
 from longrein.training.tree_flex import BLOCK, Flex, _blocks, bucket
-from longrein.training.tree_kernels import Attend, Cascade, Varlen
+from longrein.training.tree_kernels import Attend, Cascade
 
 CPU = torch.device("cpu")
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -138,7 +139,7 @@ def test_how_varlen_splits_a_tree(cost, rows, window, groups, again):
     tree = PrefixTree.of(rows)
     leaves = inputs(tree, groups=groups)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_kernels, "JOIN_COST", cost)
+        patch.setattr(tree_calls, "JOIN_COST", cost)
         kernel = Varlen(tree, CPU, window, Plain)
     kept: list[torch.Tensor] = []
     for _ in range(1 + again):  # a layer run again is given what it gave
@@ -149,13 +150,67 @@ def test_how_varlen_splits_a_tree(cost, rows, window, groups, again):
 def test_deep_trees_are_split_by_what_is_cheaper():
     trunk = np.arange(1000)
     bushy = [np.concatenate([trunk[: 100 * n], [2000 + n]]) for n in range(1, 10)]  # short branches off a long trunk
-    parts = Varlen(PrefixTree.of([trunk, *bushy]), CPU, kernel=Plain).parts
-    assert len(parts) > 1
-    assert len(parts[0].key_ends) - 1 == 19
+    split = Varlen(PrefixTree.of([trunk, *bushy]), CPU, kernel=Plain)
+    assert len(split.shared) > 0
+    assert len(split.own[0].key_ends) - 1 == 19
     wide = [np.concatenate([trunk[:10], np.full(300, 2000 + n)]) for n in range(9)]  # a short prompt, long answers
-    parts = Varlen(PrefixTree.of(wide), CPU, kernel=Plain).parts
-    assert len(parts) == 1
-    assert parts[0].key_ends[-1] == 10 + 9 * 310
+    split = Varlen(PrefixTree.of(wide), CPU, kernel=Plain)
+    assert (len(split.own), len(split.shared)) == (1, 0)
+    assert split.own[0].key_ends[-1] == 10 + 9 * 310
+
+
+class PlainBlocks:
+    """cuDNN's contract, written out: the first query reads the first key; of a query whose log-sum-exp is infinite no key has a
+    share."""
+
+    @staticmethod
+    def forward(query, key, value, causal, scale):
+        return Plain.forward(*PlainBlocks.squared(query, key, value, causal), scale)
+
+    @staticmethod
+    def backward(grad, query, key, value, out, lse, causal, scale):
+        *square, part = PlainBlocks.squared(query, key, value, causal)
+        return Plain.backward(grad, *square, out, lse, part, scale)
+
+    @staticmethod
+    def squared(query, key, value, causal):
+        assert not causal or len(query) == len(key)  # else keys are aligned elsewhere than in `Plain`
+        ends = [torch.tensor([0, len(one)]) for one in (query, key)]
+        return query, key, value, Uneven(Plain, slice(None), slice(None), *ends, len(query), len(key), causal)
+
+
+@pytest.mark.parametrize(("step", "large", "thin"), [(4, 3, 2), (2, 100, 2), (8, 1, 100), (2, 1, 2)])
+@settings(max_examples=40, deadline=None)
+@given(rows=ROWS, window=st.sampled_from([None, 3]), groups=st.sampled_from([1, 4]))
+def test_how_blocks_split_an_aligned_tree(step, large, thin, rows, window, groups):
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"STEP": step, "LARGE": large, "THIN": thin, "GRAINS": (2,)}.items():
+            patch.setattr(tree_calls, name, value)
+        for name, value in {"GRAINS": (4, 2), "FEW": 0.5, "TAIL": step - 1}.items():
+            patch.setattr(tree, name, value)
+        made = PrefixTree.aligned(rows)
+        kernel = Varlen(made, CPU, window, Plain, PlainBlocks)
+    leaves = inputs(made, groups=groups)
+    out = Attend.apply(*(leaf[0].transpose(0, 1) for leaf in leaves), kernel, 8**-0.5, [])
+    assert error(made, out[None], leaves, window=window) < 1e-12
+
+
+def test_blocks_come_in_few_sizes_and_compute_little_in_vain():
+    rng = np.random.default_rng(0)
+    squares, stretches, spare, counted = set(), set(), 0, 0
+    for _ in range(20):
+        prompt = rng.integers(0, 99, rng.integers(300, 4000))
+        rows = [np.concatenate([prompt, rng.integers(0, 99, rng.integers(2000, 12_000))]) for _ in range(8)]
+        split = Varlen(PrefixTree.aligned(rows), CPU, kernel=Plain, blocks=PlainBlocks)
+        for call in (*split.own, *split.shared):
+            if isinstance(call, Block):
+                sizes = call.given.stop - call.given.start, call.read.stop - call.read.start
+                squares.add(sizes) if call.causal else stretches.add(sizes)
+                counted += (call.queries.stop - call.queries.start) * (call.keys.stop - call.keys.start)
+                spare += sizes[0] * sizes[1]
+    assert len(squares) <= 12_000 / tree_calls.STEP
+    assert len({queries for queries, _ in stretches}) <= 20
+    assert spare < 1.05 * counted
 
 
 @settings(max_examples=30, deadline=None)
@@ -209,7 +264,7 @@ def test_few_sizes_are_compiled_and_little_is_padded():
     assert all(n <= bucket(n) < max(1.25 * n + BLOCK, 2 * BLOCK) for n in range(1, 100_000, 7))
 
 
-@pytest.mark.parametrize("backend", ["varlen", "flex"])
+@pytest.mark.parametrize("backend", ["cudnn", "varlen", "flex"])
 def test_a_back_end_that_cannot_says_so(backend):
     tree = PrefixTree.of([np.arange(5)])
     with pytest.raises(LongreinError, match=f"{backend}' cannot compute attention of width 8 in torch.float64 on cpu"):
@@ -236,7 +291,25 @@ def test_on_a_gpu_in_half_precision(backend, window, softcap, width):
 
 
 @CUDA
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("window", [None, 64])
+def test_on_a_gpu_by_cudnn(width, window):
+    if not tree_calls.has_cudnn(torch.device("cuda")):
+        pytest.skip("no cuDNN attention here")
+    prompt = np.arange(1000)
+    rows = [np.concatenate([prompt[:cut], 10_000 * n + np.arange(size)]) for n, (cut, size) in enumerate(
+        [(1000, 2700), (1000, 3001), (700, 400), (700, 2600), (0, 5000)])]  # fmt: skip
+    made = PrefixTree.aligned(rows)
+    calls = tree_calls.Blocks(made, torch.device("cuda"))
+    assert [type(call) for call in calls.own].count(Block) > 2
+    assert any(isinstance(call, Block) for call in calls.shared)
+    leaves = inputs(made, heads=8, groups=2, width=width, dtype=torch.bfloat16, device=torch.device("cuda"))
+    out = TreeAttention(made, torch.device("cuda"), "cudnn")(*leaves, window=window)
+    assert error(made, out, leaves, window=window) < 0.02
+
+
+@CUDA
 @pytest.mark.parametrize("cost", [0.0, 1.5, 1e9])
 def test_on_a_gpu_however_varlen_splits_the_tree(cost, monkeypatch):
-    monkeypatch.setattr(tree_kernels, "JOIN_COST", cost)
+    monkeypatch.setattr(tree_calls, "JOIN_COST", cost)
     test_on_a_gpu_in_half_precision("varlen", None, None, 128)

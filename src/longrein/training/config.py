@@ -70,7 +70,7 @@ class GRPOEnvConfig(GRPOConfig):
         },
     )
     packing_backend: str = field(
-        default="auto", metadata={"help": "The attention of packed passes: auto, varlen, flex or sdpa."}
+        default="auto", metadata={"help": "The attention of packed passes: auto, cudnn, varlen, flex or sdpa."}
     )
     packing_compiled: bool | None = field(
         default=None,

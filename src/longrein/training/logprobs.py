@@ -38,6 +38,8 @@ class Packing:
     temperature: float = 1.0
     float32_head: bool = False
     backend: str = "auto"
+    aligned: bool = False
+    """Let rows part at round places, which a GPU's fastest kernels need (`PrefixTree.aligned`)."""
     compiled: bool | None = None
     """Compile what a layer does around its attention; None: on a GPU."""
 
@@ -48,14 +50,15 @@ class PackedRows:
     What no scored token reads is not forwarded, and a pair that several rows hold is scored once.
     """
 
-    def __init__(self, ids: Ints, scored: NDArray[np.bool_], *, share: bool = True) -> None:
+    def __init__(self, ids: Ints, scored: NDArray[np.bool_], *, share: bool = True, aligned: bool = False) -> None:
         self.rows, self.columns = (index[scored.nonzero()[1] > 0] for index in scored.nonzero())
         """Where the scored tokens stand, row after row."""
         read = np.zeros(len(ids), np.int64)
         np.maximum.at(read, self.rows, self.columns)
         held = np.flatnonzero(read)
         # a forward of nothing has no graph: where nothing is scored, one token is forwarded and adds 0
-        self.tree = PrefixTree.of([ids[row, : read[row]] for row in held] if len(held) else [ids[0, :1]], share=share)
+        make = PrefixTree.aligned if aligned else PrefixTree.of
+        self.tree = make([ids[row, : read[row]] for row in held] if len(held) else [ids[0, :1]], share=share)
         starts = np.zeros(len(ids), np.int64)
         starts[held] = np.cumsum([len(place) for place in self.tree.places[: len(held)]]) - read[held]
         places = np.concatenate(self.tree.places) if len(held) else np.empty(0, np.int64)
@@ -117,7 +120,7 @@ def trajectory_logps(
     ids, chosen = as_arrays(token_ids, attention_mask, scored)
     logps, entropies = None, None
     for rows in [np.arange(len(ids))] if parts is None else parts:
-        packed = PackedRows(ids, only(chosen, rows), share=packing.share)
+        packed = PackedRows(ids, only(chosen, rows), share=packing.share, aligned=packing.aligned)
         scores = packed_scores(model, packed, packing, entropy=entropy)
         values = packed.spread(scores.logps, ids.shape)
         logps = values if logps is None else logps + values

@@ -20,6 +20,7 @@ from longrein.training.logprobs import PackedRows, Packing, as_arrays, only, pac
 from longrein.training.planning import default_budget, plan
 from longrein.training.slopes import ClippedSlope, GivenSlope, token_weights, why_not_clipped
 from longrein.training.tree import Ints
+from longrein.training.tree_attention import wants_aligned
 from longrein.training.way import way_for
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class TrajectoryLoss(GRPOTrainer):
             temperature=self.temperature,
             float32_head=self.args.cast_lm_head_to_fp32,
             backend=self.args.packing_backend,
+            aligned=wants_aligned(self.args.packing_backend, self.accelerator.device, half=self._half),
             compiled=self.args.packing_compiled,
         )
 
@@ -186,7 +188,8 @@ class TrajectoryLoss(GRPOTrainer):
         assert packing is not None
         assert current.parts
         ids, scored = as_arrays(inputs["prompt_completion_ids"], inputs["attention_mask"], inputs["agent_token_mask"])
-        *before, last = [PackedRows(ids, only(scored, rows), share=packing.share) for rows in current.parts]
+        how = {"share": packing.share, "aligned": packing.aligned}
+        *before, last = [PackedRows(ids, only(scored, rows), **how) for rows in current.parts]
         known = []
 
         def run(packed: PackedRows) -> Tensor:
@@ -227,17 +230,21 @@ class TrajectoryLoss(GRPOTrainer):
         return parts
 
     @property
+    def _half(self) -> bool:
+        """Whether passes are in half precision."""
+        return self.accelerator.mixed_precision in ("bf16", "fp16") or self.model.dtype in (torch.bfloat16, torch.float16)
+
+    @property
     def token_budget(self) -> int:
         """Unique tokens a pass."""
         if self.args.token_budget is not None:
             return self.args.token_budget
         if self._token_budget is None:
             model = self.accelerator.unwrap_model(self.model)
-            half = self.accelerator.mixed_precision in ("bf16", "fp16")
             self._token_budget = default_budget(
                 model.config.get_text_config(),
                 self.accelerator.device,
-                itemsize=2 if half else model.dtype.itemsize,
+                itemsize=2 if self._half else model.dtype.itemsize,
                 trained=sum(one.numel() for one in model.parameters() if one.requires_grad),
                 checkpointing=self.args.gradient_checkpointing,
             )

@@ -8,7 +8,7 @@ first, so the descendants of a segment follow it without a gap, and token q read
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -18,6 +18,13 @@ from numpy.typing import NDArray
 from longrein.contract import LongreinError
 
 Ints = NDArray[np.int64]
+
+GRAINS = (256, 128)
+"""Tokens at whose multiples an aligned tree forks: the first that costs few tokens."""
+FEW = 0.03
+"""More tokens, for the sake of forks at such places."""
+TAIL = 255
+"""Tokens after the last row's, in an aligned tree of many."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +54,11 @@ class PrefixTree:
     """For each row, where its tokens stand in `ids`."""
 
     @classmethod
-    def of(cls, rows: Sequence[np.ndarray], *, share: bool = True) -> PrefixTree:
-        """The tree of `rows`; with `share=False` each row is a segment of its own, in order: plain packing."""
+    def of(cls, rows: Sequence[np.ndarray], *, share: bool = True, grain: int = 1) -> PrefixTree:
+        """The tree of `rows`; with `share=False` each row is a segment of its own, in order: plain packing.
+
+        Rows part at multiples of `grain` tokens: what two share beyond the last of them stands there twice.
+        """
         rows = _checked(rows)
         if not share:
             return _packed(rows)
@@ -58,8 +68,9 @@ class PrefixTree:
         fresh, depths, size = [], [], 0
         before: Ints = np.empty(0, np.int64)
         for row_index, shared in zip(order, common, strict=True):
-            row, new = rows[row_index], len(rows[row_index]) - shared
-            forks = shared < len(before)
+            row, forks = rows[row_index], shared < len(before)
+            shared = shared // grain * grain if forks else shared
+            new = len(row) - shared
             if forks:
                 parent_of.setdefault(int(before[shared]), int(before[shared]) - 1 if shared else -1)
             if new and (forks or not shared):
@@ -78,6 +89,22 @@ class PrefixTree:
             if (parent := parents[segment]) >= 0:
                 subtree_ends[parent] = max(subtree_ends[parent], subtree_ends[segment])
         return cls(_joined(fresh), _joined(depths), starts, ends, parents, subtree_ends, places)
+
+    @classmethod
+    def aligned(cls, rows: Sequence[np.ndarray], *, share: bool = True) -> PrefixTree:
+        """The tree of `rows` with its forks at round places, where that costs few tokens, and with some that nothing reads
+        at its end: what fast kernels of a GPU ask for."""
+        exact = cls.of(rows, share=share)
+        coarse = (cls.of(rows, share=share, grain=grain) for grain in GRAINS)
+        tree = next((one for one in coarse if len(one) <= (1 + FEW) * len(exact)), exact)
+        return tree._with_tail(TAIL + -(len(tree) + TAIL) % GRAINS[0]) if FEW * len(tree) > TAIL else tree
+
+    def _with_tail(self, size: int) -> PrefixTree:
+        """With so many tokens more, a row of their own that has no place."""
+        more = {"ids": np.zeros(size, np.int64), "positions": np.arange(size)}
+        columns = {"starts": len(self), "ends": len(self) + size, "parents": -1, "subtree_ends": len(self) + size}
+        more |= {name: np.array([value]) for name, value in columns.items()}
+        return replace(self, **{name: np.append(getattr(self, name), values) for name, values in more.items()})
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -18,16 +18,23 @@ from torch.nn import functional
 
 from longrein.contract import LongreinError
 from longrein.training.tree import Ints, PrefixTree
-from longrein.training.tree_kernels import Attend, Cascade, Varlen, at_least_float32
+from longrein.training.tree_calls import Blocks, Varlen, has_cudnn
+from longrein.training.tree_kernels import Attend, Cascade, at_least_float32
 
-BACKENDS = ("auto", "varlen", "flex", "sdpa")
+BACKENDS = ("auto", "cudnn", "varlen", "flex", "sdpa")
+
+
+def wants_aligned(backend: str, device: torch.device, *, half: bool) -> bool:
+    """Whether attention is faster over an aligned tree (`PrefixTree.aligned`)."""
+    return half and backend in ("auto", "cudnn") and device.type == "cuda" and has_cudnn(device)
 
 
 class TreeAttention:
     """The attention of one packed pass: what the tree says, prepared once and used by every layer.
 
-    Back ends: `varlen` (flash attention over uneven sequences: CUDA, half precision), `flex` (FlexAttention: CUDA with
-    triton), `sdpa` (anything: flash kernels on a processor, else segment by segment), `auto` for the first that can.
+    Back ends: `cudnn` (its attention over large blocks, flash attention over the rest: Hopper GPUs and later, half precision),
+    `varlen` (flash attention over uneven sequences: CUDA, half precision), `flex` (FlexAttention: CUDA with triton), `sdpa`
+    (anything: flash kernels on a processor, else segment by segment), `auto` for the first that can.
     `needed` are the places whose results are of use in a call that says `last`.
     """
 
@@ -63,9 +70,13 @@ class TreeAttention:
         kept = [] if kept is None else kept
         window = None if window is None or window >= self.longest else window
         backend = self._backend_for(query, value, softcap)
-        if backend == "varlen":
-            packed = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-            return _attend(*packed, self._prepare(Varlen, window), scale, kept).unsqueeze(0)
+        if backend in ("cudnn", "varlen"):
+            packed = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+            if backend == "cudnn":  # which plans for strides too, so that those must not depend on how many tokens there are
+                packed = [tensor.contiguous() for tensor in packed]
+            return _attend(*packed, self._prepare(Blocks if backend == "cudnn" else Varlen, window), scale, kept).unsqueeze(
+                0
+            )
         if backend == "flex":
             from longrein.training.tree_flex import Flex  # compiles, so imports, much
 
@@ -84,7 +95,8 @@ class TreeAttention:
         flash = half and width % 8 == 0 and width <= 256 and value.shape[-1] == width and softcap is None
         flash = flash and query.device.type == "cuda" and _has_flash(query.device)
         flex = query.device.type == "cuda" and query.dtype != torch.float64 and width >= 16 and can_compile()
-        able = {"varlen": flash, "flex": flex, "sdpa": True}
+        cudnn = flash and width <= 128 and has_cudnn(query.device)
+        able = {"cudnn": cudnn, "varlen": flash, "flex": flex, "sdpa": True}
         if self.backend != "auto" and not able[self.backend]:
             raise LongreinError(
                 f"the back end {self.backend!r} cannot compute attention of width {width} in {query.dtype} on "

@@ -1,4 +1,4 @@
-"""Flash kernels joined over a prefix tree, for the processor (`Cascade`) and for CUDA (`Varlen`).
+"""Flash kernels joined over a prefix tree: what all of them share, and those of a processor (`Cascade`).
 
 Always true: a query's keys are split into parts, each read by one kernel call, and the parts are joined by their
 log-sum-exp. The kernels' backward, given the joined result and log-sum-exp, yields exactly each part's share of the
@@ -126,131 +126,6 @@ def _stretches(tree: PrefixTree, needed: Ints) -> Iterator[Stretch]:
                 yield Stretch(slice(edge, reach), slice(edge, end), True, False)
 
 
-class Flash:
-    """torch's own flash attention over sequences of uneven length, as `torch.nn.attention.varlen` calls it."""
-
-    @staticmethod
-    def forward(query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            query, key, value, part.query_ends, part.key_ends, part.longest_query, part.longest_key, 0.0, part.causal, False,
-            scale=scale, window_size_left=part.window, window_size_right=0 if part.causal else -1,
-        )  # fmt: skip
-        return out, lse
-
-    @staticmethod
-    def backward(
-        grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, part: Part, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of the noise that dropout would need
-        return torch.ops.aten._flash_attention_backward(
-            grad, query, key, value, out, lse, part.query_ends, part.key_ends, part.longest_query, part.longest_key, 0.0,
-            part.causal, state, torch.empty(0, device=query.device),
-            scale=scale, window_size_left=part.window, window_size_right=0 if part.causal else -1,
-        )  # fmt: skip
-
-
-class Part(NamedTuple):
-    """One call of a varlen kernel: which queries and keys it takes, in order, and where each run of them ends."""
-
-    queries: slice
-    keys: slice | Tensor
-    query_ends: Tensor
-    key_ends: Tensor
-    longest_query: int
-    longest_key: int
-    causal: bool
-    window: int = -1
-    """How many tokens before itself a token reads; -1 for all."""
-
-
-class Varlen:
-    """One call in which each segment reads itself and copies of its ancestors, and a few in which a subtree reads an ancestor.
-
-    Copying a segment's keys for each descendant, or reading them once by the whole subtree and joining the results: each
-    segment has what moves fewer bytes. Shapes are (N, heads, width).
-    """
-
-    def __init__(self, tree: PrefixTree, device: torch.device, window: int | None = None, kernel: Any = Flash) -> None:
-        self.kernel = kernel
-        self.parts = _parts(tree, device, window)
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        first, *rest = self.parts
-        out, lse = self.kernel.forward(*self._inputs(first, query, key, value), first, scale)
-        if rest:
-            out = out.to(at_least_float32(query.dtype))
-        for part in rest:
-            found, found_lse = self.kernel.forward(*self._inputs(part, query, key, value), part, scale)
-            join(out[part.queries].transpose(0, 1), lse[:, part.queries], found.transpose(0, 1), found_lse)
-        return out.to(query.dtype), lse
-
-    def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        copied = isinstance(self.parts[0].keys, Tensor)
-        exact = at_least_float32(query.dtype)
-        totals: list[Tensor] = []
-        for part in self.parts:
-            inputs = self._inputs(part, query, key, value)
-            of_part = (grad[part.queries], *inputs, out[part.queries], lse[:, part.queries].contiguous())
-            grads = self.kernel.backward(*of_part, part, scale)
-            if not totals and not copied and len(self.parts) == 1:
-                return grads
-            totals = totals or [tensor.new_zeros(tensor.shape, dtype=exact) for tensor in (query, key, value)]
-            for total, found, at in zip(totals, grads, (part.queries, part.keys, part.keys), strict=True):
-                if isinstance(at, Tensor):
-                    total.index_add_(0, at, found.to(exact))
-                else:
-                    total[at] += found
-        return totals[0].to(query.dtype), totals[1].to(query.dtype), totals[2].to(query.dtype)
-
-    def _inputs(self, part: Part, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        return [query[part.queries], key[part.keys], value[part.keys]]
-
-
-JOIN_COST = 0.8
-"""Of joining a query's result, forward and backward, over that of copying a key for one more descendant: bytes moved."""
-
-
-def _parts(tree: PrefixTree, device: torch.device, window: int | None) -> list[Part]:
-    lengths = (tree.ends - tree.starts).tolist()
-    below = (tree.subtree_ends - tree.ends).tolist()
-    descendants = (np.searchsorted(tree.starts, tree.subtree_ends) - np.arange(len(lengths)) - 1).tolist()
-    apart = [
-        window is None and JOIN_COST * under < length * count
-        for length, under, count in zip(lengths, below, descendants, strict=True)
-    ]
-    tokens = [np.arange(start, end) for start, end in zip(tree.starts.tolist(), tree.ends.tolist(), strict=True)]
-    own: list[Ints] = []
-    for segment, path in enumerate(tree.paths):
-        keys = np.concatenate([tokens[s] for s in path if s == segment or not apart[s]])
-        own.append(keys if window is None else keys[-(window - 1 + lengths[segment]) :])
-    copied = sum(map(len, own)) > len(tree)
-    keys = torch.as_tensor(np.concatenate(own), device=device) if copied else slice(0, len(tree))
-    first = Part(
-        slice(0, len(tree)),
-        keys,
-        _ends(lengths, device),
-        _ends([len(keys) for keys in own], device),
-        max(lengths),
-        max(len(keys) for keys in own),
-        True,
-        -1 if window is None else window - 1,
-    )
-    return [first] + [
-        Part(
-            slice(int(tree.ends[segment]), int(tree.subtree_ends[segment])),
-            slice(int(tree.starts[segment]), int(tree.ends[segment])),
-            _ends([below[segment]], device),
-            _ends([lengths[segment]], device),
-            below[segment],
-            lengths[segment],
-            False,
-        )
-        for segment in np.flatnonzero(apart).tolist()
-    ]
-
-
 def join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Into a result over some keys, in place, the result over others; log-sum-exps lack the last axis."""
     out.lerp_(part.to(out.dtype), torch.sigmoid(part_lse - lse).unsqueeze(-1))
@@ -259,7 +134,3 @@ def join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
-
-
-def _ends(lengths: list[int], device: torch.device) -> Tensor:
-    return torch.as_tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=device)
