@@ -188,11 +188,13 @@ class TrajectoryLoss(GRPOTrainer):
         assert packing is not None
         assert current.parts
         ids, scored = as_arrays(inputs["prompt_completion_ids"], inputs["attention_mask"], inputs["agent_token_mask"])
-        how = {"share": packing.share, "aligned": packing.aligned}
-        *before, last = [PackedRows(ids, only(scored, rows), **how) for rows in current.parts]
-        known = []
+        *before, last = current.parts
+        known, forwarded = [], 0
 
-        def run(packed: PackedRows) -> Tensor:
+        def run(rows: Ints) -> Tensor:
+            nonlocal forwarded
+            packed = PackedRows(ids, only(scored, rows), share=packing.share, aligned=packing.aligned)
+            forwarded += len(packed.tree)
             with self.accelerator.autocast():
                 scores = packed_scores(model, packed, packing, entropy=True, slope=slope_of(packed))
             assert scores.entropies is not None
@@ -200,12 +202,11 @@ class TrajectoryLoss(GRPOTrainer):
             assert scores.surrogate is not None
             return scores.surrogate
 
-        for packed in before:  # gradients meet those of other ranks once, with the last part's
+        for rows in before:  # gradients meet those of other ranks once, with the last part's
             with self.accelerator.no_sync(model):
-                self.accelerator.backward(run(packed))
+                self.accelerator.backward(run(rows))
         surrogate = run(last)
         logps, entropies = (torch.stack(values).sum(0) for values in zip(*known, strict=True))
-        forwarded = sum(len(packed.tree) for packed in (*before, last))
         self._metrics["train"]["packing/tokens_per_forwarded"].append(float(inputs["attention_mask"].sum()) / forwarded)
         return surrogate, (logps, entropies)
 

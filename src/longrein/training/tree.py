@@ -54,23 +54,39 @@ class PrefixTree:
     """For each row, where its tokens stand in `ids`."""
 
     @classmethod
-    def of(cls, rows: Sequence[np.ndarray], *, share: bool = True, grain: int = 1) -> PrefixTree:
-        """The tree of `rows`; with `share=False` each row is a segment of its own, in order: plain packing.
-
-        Rows part at multiples of `grain` tokens: what two share beyond the last of them stands there twice.
-        """
+    def of(cls, rows: Sequence[np.ndarray], *, share: bool = True) -> PrefixTree:
+        """The tree of `rows`; with `share=False` each row is a segment of its own, in order: plain packing."""
         rows = _checked(rows)
-        if not share:
-            return _packed(rows)
-        order, common = _sorted(rows)
+        return cls._of(rows, *_sorted(rows)) if share else _packed(rows)
+
+    @classmethod
+    def aligned(cls, rows: Sequence[np.ndarray], *, share: bool = True) -> PrefixTree:
+        """The tree of `rows` with its forks at round places, where that costs few tokens (what rows share beyond such a place
+        stands there for each of them), and with some that nothing reads at its end: what fast kernels of a GPU ask for."""
+        rows = _checked(rows)
+        order, common = _sorted(rows) if share else ([], [])
+        forks = [shared < len(rows[before]) for before, shared in zip(order, common[1:], strict=False)]
+
+        def coarse(grain: int) -> list[int]:
+            return common[:1] + [
+                shared // grain * grain if fork else shared for shared, fork in zip(common[1:], forks, strict=True)
+            ]
+
+        few = FEW * (sum(map(len, rows)) - sum(common))
+        common = next((one for one in map(coarse, GRAINS) if sum(common) - sum(one) <= few), common)
+        tree = cls._of(rows, order, common) if share else _packed(rows)
+        return tree._with_tail(TAIL + -(len(tree) + TAIL) % GRAINS[0]) if few > TAIL else tree
+
+    @classmethod
+    def _of(cls, rows: list[Ints], order: list[int], common: list[int]) -> PrefixTree:
+        """Of rows in this order, of which each shares its first `common` tokens with the one before."""
         places: list[Ints] = [np.empty(0, np.int64)] * len(rows)
         parent_of: dict[int, int] = {}  # where a segment starts, and the token before it
         fresh, depths, size = [], [], 0
         before: Ints = np.empty(0, np.int64)
         for row_index, shared in zip(order, common, strict=True):
-            row, forks = rows[row_index], shared < len(before)
-            shared = shared // grain * grain if forks else shared
-            new = len(row) - shared
+            row, new = rows[row_index], len(rows[row_index]) - shared
+            forks = shared < len(before)
             if forks:
                 parent_of.setdefault(int(before[shared]), int(before[shared]) - 1 if shared else -1)
             if new and (forks or not shared):
@@ -89,15 +105,6 @@ class PrefixTree:
             if (parent := parents[segment]) >= 0:
                 subtree_ends[parent] = max(subtree_ends[parent], subtree_ends[segment])
         return cls(_joined(fresh), _joined(depths), starts, ends, parents, subtree_ends, places)
-
-    @classmethod
-    def aligned(cls, rows: Sequence[np.ndarray], *, share: bool = True) -> PrefixTree:
-        """The tree of `rows` with its forks at round places, where that costs few tokens, and with some that nothing reads
-        at its end: what fast kernels of a GPU ask for."""
-        exact = cls.of(rows, share=share)
-        coarse = (cls.of(rows, share=share, grain=grain) for grain in GRAINS)
-        tree = next((one for one in coarse if len(one) <= (1 + FEW) * len(exact)), exact)
-        return tree._with_tail(TAIL + -(len(tree) + TAIL) % GRAINS[0]) if FEW * len(tree) > TAIL else tree
 
     def _with_tail(self, size: int) -> PrefixTree:
         """With so many tokens more, a row of their own that has no place."""

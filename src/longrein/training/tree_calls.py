@@ -183,7 +183,8 @@ class Varlen:
         lse = query.new_empty((query.shape[1], len(query)), dtype=exact)
         for call in self.own:
             found, found_lse = call.forward(query, key, value, scale)
-            out[call.queries], lse[:, call.queries] = found.to(out.dtype), found_lse
+            _put(out, call.queries, found)
+            _put(lse.T, call.queries, found_lse.T)
         for call in self.shared:
             found, found_lse = call.forward(query, key, value, scale)
             join(out[call.queries].transpose(0, 1), lse[:, call.queries], found.transpose(0, 1), found_lse)
@@ -201,14 +202,14 @@ class Varlen:
         by_key, by_value = ((torch.zeros_like if repeats else torch.empty_like)(one, dtype=exact) for one in (key, value))
         for call in self.own:  # every query, and every key, is in one of them
             found = call.backward(*given)
-            by_query[call.queries] = found[0].to(exact)
+            _put(by_query, call.queries, found[0])
             for total, one in ((by_key, found[1]), (by_value, found[2])):
                 if isinstance(call.keys, Tensor) and repeats:
                     total.index_add_(0, call.keys, one.to(exact))
                 elif repeats:
                     total[call.keys] += one
                 else:
-                    total[call.keys] = one.to(exact)
+                    _put(total, call.keys, one)
         for call in self.shared:
             found = call.backward(*given)
             for total, at, one in zip(
@@ -324,6 +325,13 @@ def _uneven(
         window=-1 if window is None else window - 1,
         repeats=repeats,
     )
+
+
+def _put(total: Tensor, at: At, values: Tensor) -> None:
+    if isinstance(at, Tensor):
+        total.index_copy_(0, at, values.to(total.dtype))
+    else:
+        total[at].copy_(values)
 
 
 def _places(places: Ints, tree: PrefixTree, device: torch.device) -> At:
