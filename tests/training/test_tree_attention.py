@@ -59,6 +59,17 @@ def error(tree, out, leaves, needed=slice(None), **how) -> float:
 
 
 @settings(max_examples=40, deadline=None)
+@given(rows=ROWS, groups=st.sampled_from([1, 2, 4]), piece=st.integers(1, 5))
+def test_on_a_processor_piece_by_piece(rows, groups, piece):
+    tree = PrefixTree.of(rows)
+    leaves = inputs(tree, groups=groups)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_kernels, "PIECE", piece)
+        out = TreeAttention(tree, CPU)(*leaves)
+    assert error(tree, out, leaves) < 1e-12
+
+
+@settings(max_examples=40, deadline=None)
 @given(
     rows=ROWS, window=st.sampled_from([None, 1, 3]), softcap=st.sampled_from([None, 0.7]), groups=st.sampled_from([1, 2, 4])
 )
@@ -83,17 +94,35 @@ def test_on_a_processor_for_the_places_that_are_needed(few, rows, chosen, groups
     assert torch.isfinite(out).all()
 
 
+def spans(cascade):
+    return [(one.queries.start, one.queries.stop, one.keys.start, one.keys.stop, one.causal) for one in cascade.stretches]
+
+
 def test_what_is_not_needed_is_passed_over():
     trunk = np.arange(1000)
     tree = PrefixTree.of([np.concatenate([trunk, 2000 + np.arange(n, n + 100)]) for n in (0, 200, 400)])
-    stretches = Cascade(tree, CPU, needed=np.array([999, 1050, 1250])).stretches
-    spans = [(one.queries.start, one.queries.stop, one.keys.start, one.keys.stop) for one in stretches]
-    assert spans == [
-        (999, 1300, 0, 1000),  # the last of the trunk, and all that follow it
-        (1050, 1100, 1000, 1051),
-        (1051, 1100, 1051, 1100),
-        (1250, 1300, 1200, 1251),  # nothing in the second branch is needed
-        (1251, 1300, 1251, 1300),
+    cascade = Cascade(tree, CPU, needed=np.array([999, 1050, 1055, 1250]))
+    assert cascade.asking is not None
+    assert cascade.asking.tolist() == [999, *range(1050, 1056), 1250]
+    assert spans(cascade) == [
+        (0, 1, 0, 999, False),
+        (0, 1, 999, 1000, True),
+        (1, 8, 0, 1000, False),  # all that follow the trunk read it whole
+        (1, 7, 1000, 1050, False),
+        (1, 7, 1050, 1056, True),  # few are not worth a call
+        (7, 8, 1200, 1250, False),  # nothing in the second branch is needed
+        (7, 8, 1250, 1251, True),
+    ]
+
+
+def test_few_scores_are_computed_in_vain():
+    tree = PrefixTree.of([np.arange(500), np.concatenate([np.arange(400), 1000 + np.arange(30)])])
+    assert spans(Cascade(tree, CPU)) == [
+        (0, 400, 0, 200, True),
+        (200, 400, 200, 400, True),
+        (400, 530, 0, 400, False),
+        (400, 500, 400, 500, True),
+        (500, 530, 500, 530, True),
     ]
 
 

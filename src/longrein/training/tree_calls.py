@@ -193,7 +193,7 @@ class Varlen:
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        given = (grad, query, key, value, out, lse, scale)
+        given = (grad.contiguous(), query, key, value, out, lse, scale)
         repeats = any(call.repeats for call in self.own)
         if len(self.own) + len(self.shared) == 1 and not repeats:
             return self.own[0].backward(*given)
