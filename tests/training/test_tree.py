@@ -73,6 +73,15 @@ def test_an_aligned_tree_forks_at_round_places(few, rows):
         assert all((tree.ends[s] - tree.starts[s]) % 4 == 0 for s in parents)
 
 
+def test_an_aligned_tree_of_many_tokens_ends_with_some_that_nothing_reads():
+    rows = [np.arange(9000), np.arange(7000)]
+    tree, packed = PrefixTree.aligned(rows), PrefixTree.aligned(rows, share=False)
+    assert (len(tree), len(packed)) == (9472, 16_384)
+    assert (tree.starts.tolist(), packed.starts.tolist()) == ([0, 9000], [0, 9000, 16_000])
+    assert [places.tolist() for places in packed.places] == [list(range(9000)), list(range(9000, 16_000))]
+    assert len(PrefixTree.aligned([np.arange(8000)])) == 8000
+
+
 @given(ROWS)
 def test_segments_are_maximal_runs_without_a_fork(rows):
     tree = PrefixTree.of(rows)

@@ -224,13 +224,16 @@ class Blocks(Varlen):
         super().__init__(tree, device, window, blocks=Cudnn)
 
 
-@cache
 def has_cudnn(device: torch.device) -> bool:
-    """Whether cuDNN's attention is worth its planning here and gives what it should: tried once, on a few tokens."""
-    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (9, 0):
-        return False
-    if not torch.backends.cuda.cudnn_sdp_enabled():
-        return False
+    """Whether cuDNN's attention may be used here, is worth its planning, and gives what it should."""
+    hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    allowed = torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
+    return hopper and allowed and _cudnn_is_right(device)
+
+
+@cache
+def _cudnn_is_right(device: torch.device) -> bool:
+    """Tried once, on a few tokens, against flash attention."""
     noise = torch.Generator(device).manual_seed(0)
     query, key, value, grad = (
         torch.randn((256, heads, 128), generator=noise, device=device, dtype=torch.bfloat16) for heads in (4, 2, 2, 4)
