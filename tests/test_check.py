@@ -175,6 +175,23 @@ def test_a_script_and_a_folder_are_used_and_braces_stay(tmp_path: Path) -> None:
         check(["nowhere-at-all"])
 
 
+def test_files_beside_the_caller_are_found_from_the_folder_that_the_program_runs_in(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent.py").write_text(ASKS + "ask(task)\nprint(open(sys.argv[1]).read(), file=sys.stderr)\nsys.exit(3)")
+    (tmp_path / "said.txt").write_text("beside")
+    (tmp_path / "agent").write_text(f"#!/bin/sh\nexec {sys.executable} -c 'import sys; sys.exit(5)'\n")
+    (tmp_path / "agent").chmod(0o755)
+    (tmp_path / "given").mkdir()
+    report = check([sys.executable, "agent.py", "said.txt"])
+    assert (report.exit_code, report.calls, report.last_words) == (3, 1, "beside")
+    assert check(["./agent"]).exit_code == 5
+    (tmp_path / "given/said.txt").write_text("in the folder that was given")
+    report = check([sys.executable, "agent.py", "said.txt"], folder=tmp_path / "given")
+    assert report.last_words == "in the folder that was given"
+
+
 def test_the_scripted_model_fills_any_schema() -> None:
     schema = {
         "type": "object",
