@@ -148,6 +148,8 @@ def _alive(mark: str) -> list[str]:
         (["--tasks", "nowhere.jsonl"], "there is no file 'nowhere.jsonl'"),
         (["--micro-batch", "5", "--tasks-per-step", "2"], "which 5 (micro_batch) does not divide"),
         (["--model", "/nowhere"], "the model '/nowhere' cannot be loaded: it must be a folder"),
+        (["--model", "./nowhere"], "name on the hub (there is no folder at that path)"),
+        (["--model", "runs/latest/model"], "name on the hub (there is no folder at that path)"),
         (["--sandbox", "docker"], "--sandbox is 'docker'; it must be one of auto, bubblewrap, none"),
         (["--advantages", "best"], "advantages is 'best'; it must be one of"),
         (["--report-to", "wandbb"], "has no setting 'wandbb'. Did you mean 'wandb'?"),

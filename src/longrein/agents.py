@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longrein.contract import Engine, LongreinError, Sampling
@@ -13,6 +15,8 @@ from longrein.rollout import Rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)?")
 
 
 class Agent:
@@ -61,6 +65,7 @@ class Agent:
     @classmethod
     def from_pretrained(cls, name_or_path: str, *, dtype: Any = None, **kwargs: Any) -> Agent:
         """Load a causal model and its tokenizer from a folder or the hub. Weights are float32 unless `dtype` says."""
+        refuse_no_model(name_or_path)
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -69,10 +74,7 @@ class Agent:
             tokenizer = AutoTokenizer.from_pretrained(name_or_path)
         except (OSError, ValueError) as error:
             cause = str(error).split("\n")[0].split(". ")[0]  # the rest is advice of the hub's client
-            raise LongreinError(
-                f"the model {str(name_or_path)!r} cannot be loaded: it must be a folder that `save_pretrained` wrote, or a "
-                f"causal model's name on the hub ({cause})"
-            ) from error
+            raise _unloadable(name_or_path, cause) from error
         return cls(model, tokenizer, **kwargs)
 
     @property
@@ -101,6 +103,19 @@ class Agent:
     def rollout_seed(self, task: Any, occurrence: int, index: int) -> int:
         """The seed of a task's `index`-th rollout; the same in any environment, batch or order."""
         return derive(self.seed, task, occurrence, index)
+
+
+def refuse_no_model(name_or_path: str) -> None:
+    """Refuse a path at which there is nothing; whether there is a model of a name is for the hub to say."""
+    if not Path(name_or_path).is_dir() and not _HUB_NAME.fullmatch(str(name_or_path)):
+        raise _unloadable(name_or_path, "there is no folder at that path")
+
+
+def _unloadable(name_or_path: str, cause: str) -> LongreinError:
+    return LongreinError(
+        f"the model {str(name_or_path)!r} cannot be loaded: it must be a folder that `save_pretrained` wrote, or a causal "
+        f"model's name on the hub ({cause})"
+    )
 
 
 def as_agent(agent: Any, tokenizer: Any) -> Agent:

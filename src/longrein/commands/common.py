@@ -30,6 +30,9 @@ def checked_sandbox(choice: str) -> str:
 def model_folder(model: str, note: Callable[[str], None]) -> str:
     """The model as `from_pretrained` takes it; the small policy by its name is built the first time."""
     if model != TINY or Path(model).is_dir():
+        from longrein.agents import refuse_no_model
+
+        refuse_no_model(model)
         return model
     folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "longrein" / TINY
     if not (folder / "model.safetensors").exists():
