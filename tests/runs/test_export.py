@@ -201,3 +201,28 @@ def test_the_command_takes_the_newest_run(run: Run, tmp_path: Path, monkeypatch:
         main()
     assert stopped.value.code == 0
     assert capsys.readouterr().out == "1 examples in runs/first/messages.jsonl\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["--min-reward", "2"], "6 rollouts, 5 of them with --phase train, 4 of them not failed, 0 of them with --min-reward 2.0"),
+        (["--env", "Talks", "--solved"], "4 of them not failed, 0 of them with --env Talks (there is Talk)"),
+        (["--phase", "eval"], "has 6 rollouts, 0 of them with --phase eval (there is after, train)"),
+        (["--phase", "after", "--format", "preference"], "1 of them not failed, and --format preference makes no example of those"),
+    ],
+)  # fmt: skip
+def test_where_nothing_is_left_the_command_says_what_left_none(
+    run: Run, tmp_path: Path, monkeypatch: Any, capsys: Any, flags: list[str], why: str
+) -> None:
+    kept = tmp_path / "new/out.jsonl"
+    assert export(run, kept) == 4, "a folder that is not there is made"
+    before = kept.read_text()
+    monkeypatch.setattr(sys, "argv", ["longrein", "export", str(run.folder), "--to", str(kept), *flags])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    told = capsys.readouterr()
+    assert why in told.err
+    assert told.out == ""
+    assert kept.read_text() == before, "what stood there stays"

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from longrein.commands.common import newest_run
+from longrein.contract import LongreinError
+
+if TYPE_CHECKING:
+    from longrein.runs import Run
+    from longrein.runs.reader import Filter
 
 
 def export(
@@ -47,7 +53,31 @@ def export(
         failed=False,
     )
     count = write(source, path, format=format, of=chosen)
+    if not count:
+        raise LongreinError(_why_nothing(source, chosen, format))
     if as_json:
         print(json.dumps({"examples": count, "format": format, "path": str(path)}))
     else:
         print(f"{count} examples in {path}")
+
+
+def _why_nothing(run: Run, chosen: Filter, format: str) -> str:
+    """What was looked for, one thing after another, up to the one that left no rollout."""
+    from longrein.runs.reader import Filter
+
+    def left(of: Filter) -> int:
+        condition, values = of.sql()
+        return run.rows(f"SELECT count(*) FROM rollouts WHERE {condition}", values, raw=True)[0][0]
+
+    so_far, told = Filter(), f"nothing was written: {run.folder} has {left(Filter())} rollouts"
+    for name in ("phase", "failed", "env", "solved", "min_reward", "min_step"):
+        if (value := getattr(chosen, name)) is None:
+            continue
+        there = run.rows(f"SELECT DISTINCT {name} FROM rollouts ORDER BY 1", raw=True) if name in ("phase", "env") else ()
+        so_far = replace(so_far, **{name: value})
+        count = left(so_far)
+        flag = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+        told += f", {count} of them {'not failed' if name == 'failed' else f'with {flag}'}"
+        if not count:
+            return told + (f" (there is {', '.join(str(one) for (one,) in there)})" if there else "")
+    return f"{told}, and --format {format} makes no example of those"

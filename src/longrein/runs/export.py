@@ -25,7 +25,8 @@ ROWS_AT_A_TIME = 256
 
 
 def export(run: Run, path: str | Path, *, format: str = "messages", of: Filter | None = None) -> int:
-    """Write the examples that a run gives in this format, to a `.jsonl` or `.parquet` file; returns how many."""
+    """Write the examples that a run gives in this format, to a `.jsonl` or `.parquet` file; returns how many. Of none there is
+    no file."""
     path = Path(path)
     if format not in FORMATS:
         raise LongreinError(f"the format is {format!r}; it must be one of {', '.join(FORMATS)}")
@@ -35,7 +36,8 @@ def export(run: Run, path: str | Path, *, format: str = "messages", of: Filter |
     partial = path.with_name(f".{path.name}.part")
     try:
         count = WRITERS[path.suffix](partial, FORMATS[format](run, of or Filter(phase="train", failed=False)), format)
-        os.replace(partial, path)
+        if count:
+            os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
     return count
