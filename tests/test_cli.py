@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -56,7 +57,7 @@ def test_a_run_shows_each_step_and_writes_its_metrics(run: Any) -> None:
 
 
 BROKEN = """
-from longrein import Environment, Episode
+from longrein import Environment, Episode, Step
 
 class Breaks(Episode):
     def start(self):
@@ -82,6 +83,19 @@ def test_an_environment_that_always_fails_ends_the_run_before_it_trains(folder: 
     assert "every one of 2 held-out rollouts failed before any training" in result.stderr
     assert "the door is stuck" in result.stderr
     assert not list(tmp_path.rglob("summary.json"))
+
+
+def test_a_smoke_run_in_which_a_rollout_fails_says_why_with_exit_code_1(folder: Any, tmp_path: Path) -> None:
+    sometimes = "if self.task['n'] % 2: return Step(done=True)\n        raise"
+    (tmp_path / "broken.py").write_text(BROKEN.replace("raise", sometimes))
+    flags = ["--env", "broken.Broken", "--env-config", '{"max_tokens": 64, "max_reply_tokens": 4}', "--json"]
+    smoke = longrein("train", "--smoke", "--model", str(folder("tiny")), *flags, cwd=tmp_path)
+    assert smoke.returncode == 1, smoke.stderr
+    assert re.fullmatch(
+        r"longrein: \d+ of 32 rollouts failed; the first cause: RuntimeError: the door is stuck",
+        smoke.stderr.splitlines()[-1],
+    )
+    assert json.loads(smoke.stdout)["steps"] == 3, "it is trained and told all the same"
 
 
 def test_the_trained_model_loads(run: Any) -> None:

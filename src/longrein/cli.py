@@ -1,8 +1,8 @@
 """The command line: `longrein train`, `eval`, `check`, `view`, `export`, `harness`, `serve`, `serve-vllm` and `init`.
 
 Always true: a mistake is told in one sentence, with `--debug` for the traceback. Exit codes: 0 done, 1 something broke (or `check`
-found a call that is not token-exact), 2 what was asked for cannot be, 3 `eval` ended and some rollouts failed on our side, 130 Ctrl-C.
-Nothing heavy is imported before a command needs it.
+found a call that is not token-exact, or `train --smoke` a rollout that failed), 2 what was asked for cannot be, 3 `eval` ended and
+some rollouts failed on our side, 130 Ctrl-C. Nothing heavy is imported before a command needs it.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 import typing
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +42,11 @@ def command(
         Path | None, typer.Option(help="Go on with a run that was stopped, with the settings it had; flags still win.")
     ] = None,
     smoke: Annotated[
-        bool, typer.Option("--smoke", help="A run of a minute, to see that a model loads, plays and trains.")
+        bool,
+        typer.Option(
+            "--smoke",
+            help="A run of a minute, to see that a model loads, plays and trains; exit code 1 if a rollout failed.",
+        ),
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as one JSON object; what happens meanwhile goes to stderr.")
@@ -59,10 +64,14 @@ def command(
     else:
         settings = settings_from({} if run_file is None else read_run_file(run_file), chosen)
     checked_sandbox(settings.sandbox)
-    _run(_smoke(settings) if smoke else settings, run_file, as_json=as_json)
+    folder = _run(_smoke(settings) if smoke else settings, run_file, as_json=as_json)
+    if smoke and (why := _some_failed(folder)):
+        print(f"longrein: {why}", file=sys.stderr)
+        raise typer.Exit(1)
 
 
-def _run(settings: Settings, run_file: Path | None, *, as_json: bool) -> None:
+def _run(settings: Settings, run_file: Path | None, *, as_json: bool) -> Path:
+    """Train, show how it went, and give the run folder."""
     from rich.console import Console
 
     from longrein.display import TrainDisplay
@@ -89,6 +98,16 @@ def _run(settings: Settings, run_file: Path | None, *, as_json: bool) -> None:
             print(json.dumps({**summary, "folder": str(folder)}))
         else:
             display.summary(summary, folder)
+    return folder
+
+
+def _some_failed(folder: Path) -> str | None:
+    """How many rollouts of the run failed and why the first did; None where none has."""
+    from longrein.runs import Run
+
+    causes = [row["failed"] for row in Run(folder).rows("SELECT failed FROM rollouts ORDER BY number")]
+    failed = [cause for cause in causes if cause is not None]
+    return f"{len(failed)} of {len(causes)} rollouts failed; the first cause: {failed[0]}" if failed else None
 
 
 def _check_names(settings: Settings) -> None:
