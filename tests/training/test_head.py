@@ -143,3 +143,11 @@ def test_a_formed_gradient_is_taken_once():
     surrogate.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="once"):
         surrogate.backward()
+
+
+def test_the_first_product_of_a_sum_takes_the_place_of_what_stood_there():
+    a, b = torch.randn(3, 4), torch.randn(4, 2)
+    total = torch.full((3, 2), torch.nan)
+    heads._add_product(total, a, b, first=True)
+    heads._add_product(total, a, b, first=False)
+    torch.testing.assert_close(total, 2 * (a @ b))

@@ -136,26 +136,24 @@ class _Gradient:
         self._weight = weight
         total = torch.promote_types(dtype, torch.float32)
         self.hidden = torch.empty_like(hidden) if needed[0] else None
-        self.weight = torch.zeros_like(weight, dtype=total) if needed[1] else None
+        self.weight = (torch.empty_like if len(hidden) else torch.zeros_like)(weight, dtype=total) if needed[1] else None
         self.bias = torch.zeros_like(bias, dtype=total) if bias is not None and needed[2] else None
 
     def add(self, logits: Tensor, hidden: Tensor, start: int) -> None:
         if self.hidden is not None:
             self.hidden[start : start + len(logits)] = logits @ self._weight
         if self.weight is not None:
-            _add_product(self.weight, logits.t(), hidden)
+            _add_product(self.weight, logits.t(), hidden, first=start == 0)
         if self.bias is not None:
             self.bias += logits.sum(0, dtype=self.bias.dtype)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """`total += a @ b`, the product never rounded to a half precision on its way."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif total.device.type == "cuda":
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    """`total += a @ b`, or `total = a @ b` for the `first`, the product never rounded to a half precision on its way."""
+    if a.dtype != total.dtype and total.device.type == "cuda":
+        torch.addmm(total.zero_() if first else total, a, b, out_dtype=total.dtype, out=total)
     else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+        total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=0 if first else 1)
 
 
 class _Selected(torch.autograd.Function):

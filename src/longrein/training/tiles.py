@@ -85,8 +85,7 @@ class Tile:
         log_z = top + log_sum
         entropies = None
         if entropy:
-            mean = torch.bmm(powers[:, None, :], z[:, :, None])[:, 0, 0] / self._sum
-            entropies = log_sum - mean
+            entropies = log_sum - _dots(powers, z) / self._sum
         self._log_sum = log_sum
         return Folded(picked - log_z, log_z, entropies)
 
@@ -108,6 +107,13 @@ class Tile:
         if self._cap_slope is not None:
             result.mul_(self._cap_slope)
         return result.to(self._raw.dtype)
+
+
+def _dots(one: Tensor, other: Tensor) -> Tensor:
+    """Row by row; on a processor a batched product of vectors takes three times as long."""
+    if one.device.type == "cpu":
+        return torch.stack([torch.dot(a, b) for a, b in zip(one, other, strict=True)])
+    return torch.bmm(one[:, None, :], other[:, :, None])[:, 0, 0]
 
 
 class TritonTile:
