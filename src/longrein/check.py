@@ -23,6 +23,7 @@ from longrein.digests import canonical
 from longrein.engines.scripted import ScriptedEngine
 from longrein.harnesses.catalog import FILES, harness
 from longrein.harnesses.process import ProcessSessionFactory
+from longrein.harnesses.program import with_paths
 from longrein.harnesses.sandbox import chosen, folders_of
 from longrein.proxy import CallLimits, InterceptionServer
 from longrein.recorder import Recorder
@@ -121,7 +122,7 @@ def check(
         known = harness(command[0]).settings()
     elif len(command) == 1 and command[0] in PROGRAMS:
         known = {"command": PROGRAMS[command[0]]}
-    command = list(known["command"]) if known else [_found(part, at, folder) for at, part in enumerate(command)]
+    command = list(known["command"]) if known else with_paths(command, folder)
     recorder = _recorder(model, script)
     rollout = recorder.open("check", seed=0)
     box = chosen(sandbox)
@@ -229,14 +230,6 @@ def _lines(message: Message) -> list[str]:
 
 def _tool_name(tool: Tool) -> str:
     return str(tool.get("function", tool).get("name", "?"))
-
-
-def _found(part: str, at: int, folder: Path | None) -> str:
-    """A word of the command, a file beside us by its absolute path: the program runs in a folder of its own. There the files of
-    `folder` are, and the first word is a path only where it has a slash; others are looked for on PATH."""
-    if not os.path.isfile(part) or (at == 0 and "/" not in part) or (folder is not None and (folder / part).exists()):
-        return part
-    return os.path.abspath(part)
 
 
 def _fill(folder: Path, workdir: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from longrein import Agent, Environment, Episode, LongreinError, Sampling, Step
 from longrein.engines.scripted import ScriptedEngine
-from longrein.envs import EnvConfigError
+from longrein.envs import EnvConfigError, TreasureHunt
 
 
 class CountEpisode(Episode):
@@ -150,6 +150,21 @@ def test_a_setting_that_is_not_there_is_refused_with_the_nearest(tokenizer: Any)
         Count(tokenizer=tokenizer("qwen3"), env_config={"max_turn": 3})
     with pytest.raises(EnvConfigError, match="max_turns is 0; it must be a whole number of 1 or more"):
         Count(tokenizer=tokenizer("qwen3"), env_config={"max_turns": 0})
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"min_hops": "three"}, "min_hops is 'three'; it must be a whole number"),
+        ({"max_hops": True}, "max_hops is True; it must be a whole number"),
+        ({"actions": "txt"}, "actions is 'txt'; it must be one of tools, text"),
+        ({"credit": ["last"]}, "credit is ['last']; it must be one of spread, last, terminal"),
+    ],
+)
+def test_a_value_of_another_kind_than_its_setting_says_is_refused(setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(EnvConfigError) as refused:
+        TreasureHunt.check_config(setting)
+    assert str(refused.value) == f"TreasureHunt refuses its env_config: {message}"
 
 
 def test_limits_beyond_the_models_context_are_refused(tokenizer: Any, random_model: Any) -> None:

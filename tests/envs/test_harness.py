@@ -18,10 +18,11 @@ from processes import time_is_up
 from longrein import Agent, LongreinError
 from longrein.engines.scripted import ScriptedEngine
 from longrein.envs import EnvConfigError, HarnessEnv, TreasureHunt
-from longrein.harnesses.process import ProcessSession
+from longrein.harnesses.process import SESSION, ProcessSession
 from longrein.rollout import padded
 from longrein.rooms import TOOLS, look, opening
 from longrein.training.job import react_config
+from longrein.training.trials import check_rows
 
 TASKS = TreasureHunt.tasks(3, seed=11)
 
@@ -180,15 +181,60 @@ def test_a_program_that_never_calls_is_a_failed_rollout_with_its_words(agent: Ag
 def test_a_config_that_does_not_fit_is_refused(agent: Agent) -> None:
     for config, message in (
         ({}, "HarnessEnv refuses env_config"),
-        ({"command": "codex", "verify": "x"}, "command is 'codex' and program is None; give a command as a list of strings"),
+        ({"command": "codex", "verify": "x"}, "command is 'codex'; it must be a list of texts"),
         ({"command": ["x"], "program": "codex", "verify": "x"}, "or the name of a program"),
         ({"verify": "x"}, "command is \\(\\) and program is None"),
         ({"command": [sys.executable], "verify": "x", "concurrency": 0}, "concurrency is 0"),
+        (
+            {"command": [sys.executable], "verify": "longrein.harnesses.react.verify"},
+            "verify is .*, which cannot be imported",
+        ),
+        (
+            {"command": [sys.executable], "verify": ["nowhere-at-all"]},
+            "verify names the command 'nowhere-at-all', which is not",
+        ),
+        (
+            {"program": "codexx", "verify": ["true"]},
+            "there is no program 'codexx' that longrein knows. Did you mean 'codex'?",
+        ),
+        ({"command": [sys.executable], "verify": ["true"], "files": ["a"]}, "files is \\['a'\\]; it must be a table"),
     ):
         with pytest.raises(EnvConfigError, match=message):
             HarnessEnv(tokenizer=agent.tokenizer, env_config=config)
     with pytest.raises(LongreinError, match="a harness plays its own loop"):
         harness(agent).episode({})
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"command": ["my-agent", "{instructoin}"]}, "command[1] has the placeholder {instructoin}, and neither the session nor "
+         "the task has it: did you mean {instruction}?"),
+        ({"env": {"A": None, "B": "{base_ulr}"}}, "env['B'] has the placeholder {base_ulr}"),
+        ({"verify": ["true", "{outcom}"]}, "verify[1] has the placeholder {outcom}"),
+        ({"command": [], "program": "codex", "env": {"A": "{nobody}"}}, "env['A'] has the placeholder {nobody}"),
+    ],
+)  # fmt: skip
+def test_a_name_that_nobody_has_is_refused_before_anything_is_played(config: dict[str, Any], message: str) -> None:
+    names = [f"{{{name}}}" for name in (*SESSION, "instruction", "task")]
+    fits = {"command": ["my-agent", *names], "verify": ["true", "{outcome}"]}
+    row = {"env_class_path": "longrein.envs.HarnessEnv", "env_config": fits, "task_data": {"instruction": "Do it."}}
+    with pytest.raises(LongreinError) as refused:
+        check_rows([row, {**row, "env_config": {**fits, **config}}])
+    assert f"row 1: {message}" in str(refused.value)
+
+
+def test_a_task_without_what_its_program_is_told_is_refused() -> None:
+    config = {"program": "codex", "verify": ["true"]}
+    with pytest.raises(LongreinError, match=r"row 0: command\[\d+\] has the placeholder {instruction}"):
+        check_rows([{"env_class_path": "longrein.envs.HarnessEnv", "env_config": config, "task_data": {"prompt": "Do it."}}])
+
+
+def test_every_name_that_is_let_in_is_filled(agent: Agent) -> None:
+    names = " ".join(f"{{{name}}}" for name in SESSION)
+    (rollout,) = scripted(agent, 'print(1.0)\nsys.exit(os.environ["NAMES"])', env={"NAMES": names})["rollouts"]
+    assert rollout.failed.endswith(f"{sys.executable}\n")
+    assert "{" not in rollout.failed
 
 
 def test_killing_the_trainer_leaves_no_process(tmp_path: Any, folder: Any) -> None:

@@ -307,7 +307,7 @@ def test_a_server_that_is_not_there_is_said_so(play):
         ({"url": "http://a", "app": "b:c"}, "give the address of a server, or an app"),
         ({"url": "localhost:8000"}, "must be like http://"),
         ({"app": "my_env"}, "must be like my_env.server.app:app"),
-        ({"url": "http://a", "step_errors": "hide"}, "'fail' or 'tell'"),
+        ({"url": "http://a", "step_errors": "hide"}, "one of fail, tell"),
         ({"url": "http://a", "answer_seconds": 0}, "answer_seconds is 0"),
         ({"url": "http://a", "addr": 1}, "no setting 'addr'"),
     ],

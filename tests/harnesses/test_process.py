@@ -318,6 +318,13 @@ def test_close_works_in_any_state_and_more_than_once(python: Any) -> None:
         assert again.run().env_reward == 1.0
 
 
+def test_a_verifier_that_is_a_file_beside_us_is_found(python: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "judge.py").write_text("print(0.25)")
+    with python("pass", verify=["{python}", "judge.py"]).create(task=None, rollout_id="beside") as session:
+        assert session.run().env_reward == 0.25
+
+
 def test_close_ends_a_verifier_too(python: Any) -> None:
     mark = marker()
     session = python("pass", verify=["sh", "-c", "sleep 100; true", mark]).create(task=None, rollout_id="verifier")

@@ -143,7 +143,7 @@ def _the_same(out: str | None, folder: Path) -> str:
 def _rows(settings: Settings, count: int, heldout: bool) -> list[dict[str, Any]]:
     from longrein.envs.environment import Environment
     from longrein.noise import derive
-    from longrein.training.trials import environment_class
+    from longrein.training.trials import check_rows, environment_class
 
     if heldout:
         from longrein.training.job import datasets_of
@@ -160,6 +160,7 @@ def _rows(settings: Settings, count: int, heldout: bool) -> list[dict[str, Any]]
         cls.check_config(settings.env_config)
         made = cls.tasks(count, seed=derive(settings.seed, "evaluation"), env_config=settings.env_config)
         rows = [{"env_class_path": settings.env, "env_config": settings.env_config, "task_data": task} for task in made]
+    check_rows(rows)
     if settings.sandbox == "auto":
         return rows
     from longrein.envs.harness import HarnessEnv

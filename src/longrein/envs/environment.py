@@ -18,12 +18,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_type_hints
 
 from longrein.agents import Agent, as_agent
 from longrein.contract import ContextLengthError, LongreinError, Message, Sampling, Tool
+from longrein.envs.kinds import fits, in_words
 from longrein.recorder import Recorder, run_sync
-from longrein.rollout import CREDITS, Credit, Rollout, Trial, padded
+from longrein.rollout import Credit, Rollout, Trial, padded
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +57,10 @@ class EnvConfig:
                 raise EnvConfigError(f"{name} is {value!r}; it must be a whole number of 1 or more")
         if (seconds := self.max_seconds) is not None and not (isinstance(seconds, int | float) and seconds > 0):
             raise EnvConfigError(f"max_seconds is {seconds!r}; it must be a number of seconds above 0, or None")
-        if self.credit not in CREDITS:
-            raise EnvConfigError(f"credit is {self.credit!r}; it must be one of {', '.join(CREDITS)}")
+        kinds = _kinds(type(self))
+        for name in (one.name for one in fields(self) if one.name in kinds):
+            if not fits(value := getattr(self, name), kind := kinds[name]):
+                raise EnvConfigError(f"{name} is {value!r}; it must be {in_words(kind)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +142,10 @@ class Environment(ABC):
             raise EnvConfigError(f"{cls.__name__} refuses its env_config: {error}") from error
         except (TypeError, ValueError) as error:
             raise EnvConfigError(f"{cls.__name__} refuses env_config {env_config!r}: {error}") from error
+
+    @classmethod
+    def check_task(cls, config: Any, task_data: dict[str, Any]) -> None:
+        """Raise `LongreinError` for a task that cannot be played with these settings; asked of every task before a run begins."""
 
     @classmethod
     def tasks(cls, count: int, *, seed: int = 0, env_config: dict[str, Any] | None = None) -> list[dict[str, Any]]:
@@ -268,6 +275,13 @@ class Environment(ABC):
                 f"{type(self).__name__} allows conversations of {self.config.max_tokens} tokens (`max_tokens`), the model "
                 f"reads {agent.context_length}: lower `max_tokens` in env_config or use a model with a longer context"
             )
+
+
+def _kinds(config: type[EnvConfig]) -> dict[str, Any]:
+    try:
+        return get_type_hints(config)
+    except NameError:  # an annotation that only a type checker can read
+        return {}
 
 
 def class_path(cls: type) -> str:

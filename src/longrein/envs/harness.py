@@ -6,6 +6,7 @@ gives its branches as rows of one rollout. Reward comes from the verifier, which
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -16,8 +17,10 @@ from typing import Any
 from longrein.contract import LongreinError
 from longrein.envs.environment import EnvConfig, EnvConfigError, Environment, Episode
 from longrein.harnesses.catalog import harness
-from longrein.harnesses.process import ProcessSessionFactory
+from longrein.harnesses.outcome import VERIFIER, HarnessError, as_judge
+from longrein.harnesses.process import SESSION, ProcessSessionFactory
 from longrein.harnesses.sandbox import SandboxError, chosen
+from longrein.harnesses.templates import fill
 from longrein.proxy import CallLimits, InterceptionServer
 from longrein.recorder import Recorder
 from longrein.rollout import Rollout
@@ -32,8 +35,9 @@ class HarnessConfig(EnvConfig):
     program: str | None = None
     """In place of `command`: a program by its name (`longrein harness list`). It is told the task's `instruction`."""
     verify: str | Sequence[str]
-    """The dotted path of a function `(task, outcome) -> reward`, or a command. It is trusted: it runs as you, in no sandbox, and runs
-    what the program left, if at all, through `longrein.harnesses.isolated`."""
+    """The dotted path of a function `(task, outcome) -> reward`, or a command, with `{outcome}` (a JSON file), `{workdir}` and
+    `{python}`. It is trusted: it runs as you, in no sandbox, and runs what the program left, if at all, through
+    `longrein.harnesses.isolated`."""
     env: Mapping[str, str | None] = field(default_factory=dict)
     """More variables for the program, with the same placeholders."""
     files: Mapping[str, str] = field(default_factory=dict)
@@ -46,14 +50,17 @@ class HarnessConfig(EnvConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.command, str) or bool(self.command) == (self.program is not None):
+        if bool(self.command) == (self.program is not None):
             raise EnvConfigError(
                 f"command is {self.command!r} and program is {self.program!r}; give a command as a list of strings, one for each "
                 "argument, or the name of a program"
             )
         try:
             chosen(self.sandbox)
-        except SandboxError as error:
+            as_judge(self.verify, env=os.environ, timeout=None)
+            if self.program is not None:
+                harness(self.program)
+        except (SandboxError, HarnessError) as error:
             raise EnvConfigError(str(error)) from None
 
 
@@ -81,6 +88,20 @@ class HarnessEnv(Environment):
                 self._server = InterceptionServer().start()
                 weakref.finalize(self, self._server.stop)
             return self._server
+
+    @classmethod
+    def check_task(cls, config: HarnessConfig, task_data: dict[str, Any]) -> None:
+        """Every `{name}` of its commands and variables is one that the session or the task has."""
+        command = config.command if config.program is None else harness(config.program).arguments
+        verify = () if isinstance(config.verify, str) else config.verify
+        told = {name: template for name, template in config.env.items() if template is not None}
+        for what, templates, names in (
+            ("command", dict(enumerate(command)), SESSION),
+            ("env", told, SESSION),
+            ("verify", dict(enumerate(verify)), VERIFIER),
+        ):
+            for key, template in templates.items():
+                fill(template, task_data, dict.fromkeys(names, ""), f"{what}[{key!r}]")
 
     def episode(self, task_data: dict[str, Any]) -> Episode:
         raise LongreinError("a harness plays its own loop; it has no Episode")

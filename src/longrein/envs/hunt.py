@@ -33,8 +33,6 @@ class HuntConfig(EnvConfig):
             raise EnvConfigError(
                 f"min_hops is {self.min_hops} and max_hops {self.max_hops}; they must be in order, from 1 to {len(ROOMS) - 1}"
             )
-        if self.actions not in ("tools", "text"):
-            raise EnvConfigError(f"actions is {self.actions!r}; it must be 'tools' or 'text'")
 
 
 class HuntEpisode(Episode):

@@ -68,8 +68,6 @@ class OpenEnvConfig(EnvConfig):
             raise EnvConfigError(f"url is {self.url!r}; it must be like http://127.0.0.1:8000")
         if self.app is not None and not re.fullmatch(r"[\w.]+:[\w.]+", self.app):
             raise EnvConfigError(f"app is {self.app!r}; it must be like my_env.server.app:app")
-        if self.step_errors not in ("fail", "tell"):
-            raise EnvConfigError(f"step_errors is {self.step_errors!r}; it must be 'fail' or 'tell'")
         for name in ("answer_seconds", "full_seconds", "idle_seconds"):
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise EnvConfigError(f"{name} is {value!r}; it must be a number of seconds above 0")

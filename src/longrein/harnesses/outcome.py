@@ -10,6 +10,7 @@ import importlib
 import json
 import math
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from longrein.contract import LongreinError, Message, Verdict
-from longrein.harnesses.program import Program
+from longrein.harnesses.program import Program, with_paths
 from longrein.harnesses.supervisor import STUCK
 from longrein.harnesses.templates import fill
 
@@ -46,6 +47,9 @@ class Outcome:
         return next((line for line in reversed(self.stdout.splitlines()) if line.strip()), "").strip()
 
 
+VERIFIER = ("workdir", "outcome", "python")
+"""What `{name}` may be in a command that judges, besides the task's fields."""
+
 Verify = Callable[[Any, Outcome], float | Verdict]
 """Of a task and what the program left."""
 
@@ -67,6 +71,7 @@ def as_judge(verify: Verify | str | Sequence[str], *, env: Mapping[str, str], ti
         )
     if shutil.which(command[0], path=env.get("PATH")) is None and "{" not in command[0]:
         raise HarnessError(f"verify names the command {command[0]!r}, which is not there")
+    command = with_paths(command)
     return lambda task, outcome, started: _verdict_of_command(command, task, outcome, env, timeout, started)
 
 
@@ -99,7 +104,7 @@ def _verdict_of_command(
                 default=str,
             )
         )
-        values = {"workdir": str(outcome.workdir), "outcome": str(report)}
+        values = {"workdir": str(outcome.workdir), "outcome": str(report), "python": sys.executable}
         filled = [fill(part, task, values, f"verify[{index}]") for index, part in enumerate(command)]
         variables = {**env, "HOME": folder, "TMPDIR": folder, "LONGREIN_OUTCOME": str(report)}
         program = Program(filled, env=variables, cwd=folder, timeout=timeout, folder=folder)

@@ -40,6 +40,9 @@ ENV: Mapping[str, str | None] = {
 }
 """How a program is told of the proxy unless `env` says otherwise."""
 
+SESSION = ("base_url", "url", "key", "model", "rollout_id", "home", "workdir", "python")
+"""What `{name}` may be in a command, a variable or a file, besides the task's fields."""
+
 ENDING_SECONDS = 10.0
 """How long `verify` waits for a program that is about to end (it ran out of calls) before it ends it."""
 

@@ -185,6 +185,16 @@ class Program:
         return code if code >= 0 else 128 - code
 
 
+def with_paths(command: Sequence[str], folder: Path | None = None) -> list[str]:
+    """The command, files beside us that it names by their absolute path: it is to run in a folder of its own, where the files of
+    `folder` will be. Its first word is a path only where it has a slash; others are looked for on PATH."""
+
+    def ours(place: int, part: str) -> bool:
+        return os.path.isfile(part) and (place > 0 or "/" in part) and not (folder is not None and (folder / part).exists())
+
+    return [os.path.abspath(part) if ours(place, part) else part for place, part in enumerate(command)]
+
+
 def _kill_marked(mark: str, seconds: float = supervisor.KILL_SECONDS) -> None:
     """Kill every process whose environment holds the mark."""
     wanted = f"{_MARK}={mark}".encode()

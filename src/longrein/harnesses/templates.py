@@ -6,6 +6,7 @@ Jinja pass through.
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Mapping
@@ -39,8 +40,10 @@ def fill(template: str, task: Any, values: Mapping[str, str], where: str, *, str
             return _text(task)
         if not strict:
             return match[0]
-        known = ", ".join([*values, *fields, "task"])
-        raise LongreinError(f"{where} has the placeholder {match[0]}, and neither the session nor the task has it: {known}")
+        known = [*values, *map(str, fields), "task"]
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {{{near[0]}}}?" if near else ", ".join(known)
+        raise LongreinError(f"{where} has the placeholder {match[0]}, and neither the session nor the task has it: {hint}")
 
     return _PLACEHOLDER.sub(value, template)
 

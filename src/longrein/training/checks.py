@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from torch import nn
@@ -12,9 +11,8 @@ from longrein.agents import Agent
 from longrein.contract import LongreinError
 from longrein.engines.transformers import TransformersEngine
 from longrein.envs.datasets import COLUMNS, checked_row, refuse_merged
-from longrein.envs.environment import Environment
 from longrein.training.config import GRPOEnvConfig
-from longrein.training.trials import environment_class
+from longrein.training.trials import check_rows
 
 ARGUMENTS = {
     "reward_funcs": "rewards come from the environments of the dataset's rows",
@@ -98,20 +96,7 @@ def check_dataset(dataset: Any, args: GRPOEnvConfig, generations: int | None, co
     if not len(dataset):
         raise LongreinError("the dataset is empty")
     refuse_merged(dataset)
-    seen = set()
-    for index, row in enumerate(dataset):
-        row = checked_row(row, index)
-        key = (row["env_class_path"], json.dumps(row["env_config"], sort_keys=True, default=str))
-        if key not in seen:
-            seen.add(key)
-            cls = environment_class(row["env_class_path"])
-            if issubclass(cls, Environment):
-                limit = cls.check_config(row["env_config"]).max_tokens
-                if context is not None and limit > context:
-                    raise LongreinError(
-                        f"row {index}: {cls.__name__} allows conversations of {limit} tokens (`max_tokens`), the model reads "
-                        f"{context}: lower `max_tokens` in env_config or use a model with a longer context"
-                    )
+    check_rows((checked_row(row, index) for index, row in enumerate(dataset)), context)
     if generations is not None and len(dataset) < (needed := (args.generation_batch_size or 0) // generations):
         raise LongreinError(
             f"the dataset has {len(dataset)} rows and a generation batch needs {needed} (generation_batch_size "

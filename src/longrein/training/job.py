@@ -36,7 +36,7 @@ from longrein.training.interrupts import Interrupts, newest_checkpoint
 from longrein.training.keeper import RunKeeper
 from longrein.training.settings import HUNTS, Settings
 from longrein.training.trainer import GRPOEnvTrainer
-from longrein.training.trials import Collected, EnvironmentCache, collect, environment_class
+from longrein.training.trials import Collected, EnvironmentCache, check_rows, collect, environment_class
 
 logger = logging.getLogger(__name__)
 
@@ -209,15 +209,18 @@ def datasets_of(settings: Settings) -> tuple[Any, list[dict[str, Any]]]:
         if not issubclass(cls, Environment):
             raise LongreinError(f"{settings.env} makes no tasks of its own; name a dataset (`--tasks`)")
         config = settings.env_config
+        cls.check_config(config)
         made = [
             {"env_class_path": settings.env, "env_config": config, "task_data": task}
             for task in cls.tasks(settings.heldout + needed, seed=derive(settings.seed, "tasks"), env_config=config)
         ]
         rest, kept = _apart(made, settings.heldout)
         rest, kept = (_in_sandbox(_some_by_program(rows, settings), settings) for rows in (rest, kept))
+        check_rows([*kept, *rest])
         return task_dataset(rest), kept
     loaded = load_tasks(settings.tasks, env_class_path=settings.env, env_config=settings.env_config)
     rows = [checked_row(dict(row), index) for index, row in enumerate(loaded)]
+    check_rows(rows)
     order = np.random.default_rng(settings.seed).permutation(len(rows))
     rest, kept = _apart([rows[index] for index in order], min(settings.heldout, len(rows) // 5))
     return task_dataset(_in_sandbox(rest, settings)), _in_sandbox(kept, settings)

@@ -12,7 +12,7 @@ import importlib
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from longrein import envs
 from longrein.agents import Agent
 from longrein.contract import LongreinError, Message
 from longrein.envs.datasets import checked_row
+from longrein.envs.environment import EnvConfig, Environment
 from longrein.rollout import Rollout
 
 EnvironmentCache = dict[tuple[str, str], Any]
@@ -210,6 +211,27 @@ def collect(
                 position * generations : (position + 1) * generations
             ]
     return Collected([one for one in played if one is not None], generations, tokenizer.pad_token_id)
+
+
+def check_rows(rows: Iterable[dict[str, Any]], context: int | None = None) -> None:
+    """Refuse rows that no rollout could be played of, by what their environments say. `context` is what the model can read."""
+    configs: dict[tuple[str, str], EnvConfig] = {}
+    for index, row in enumerate(rows):
+        cls = environment_class(row["env_class_path"])
+        if not issubclass(cls, Environment):
+            continue
+        key = (row["env_class_path"], json.dumps(row["env_config"], sort_keys=True, default=str))
+        if key not in configs:
+            configs[key] = cls.check_config(row["env_config"])
+            if context is not None and (limit := configs[key].max_tokens) > context:
+                raise LongreinError(
+                    f"row {index}: {cls.__name__} allows conversations of {limit} tokens (`max_tokens`), the model reads "
+                    f"{context}: lower `max_tokens` in env_config or use a model with a longer context"
+                )
+        try:
+            cls.check_task(configs[key], row["task_data"])
+        except LongreinError as error:
+            raise LongreinError(f"row {index}: {error}") from None
 
 
 def environment(cache: EnvironmentCache, key: tuple[str, str], env_config: dict[str, Any], tokenizer: Any) -> Any:
