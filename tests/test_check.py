@@ -117,6 +117,13 @@ sys.exit(3)
     assert report.exit_code == 3
 
 
+def test_many_files_that_were_there_before_are_not_left(tmp_path: Path) -> None:
+    for number in range(250):
+        (tmp_path / f"{number:03}").touch()
+    report = run("open('000-new', 'w'); [open(f'z{n:03}', 'w') for n in range(220)]; sys.exit(1)", folder=tmp_path)
+    assert report.files_left["work"] == ["000-new", *(f"z{number:03}" for number in range(199)), "and 21 more"]
+
+
 def test_a_program_without_a_call_is_not_exact(capsys: pytest.CaptureFixture[str]) -> None:
     report = run("sys.exit('no model for me')")
     assert not report.exact

@@ -19,9 +19,13 @@ MOST = 200
 """Files named of one folder."""
 
 
-def files(folder: str) -> list[str]:
-    found = sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
-    return found[:MOST] + ([f"and {len(found) - MOST} more"] if len(found) > MOST else [])
+def files(folder: str) -> set[str]:
+    return {str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def told_of(new: set[str]) -> list[str]:
+    """Files by name, as many as there is room for."""
+    return sorted(new)[:MOST] + ([f"and {len(new) - MOST} more"] if len(new) > MOST else [])
 
 
 def words(pid: int) -> str:
@@ -35,7 +39,7 @@ def words(pid: int) -> str:
 def main() -> int:
     told, *command = sys.argv[1:]
     places = {"home": os.environ["HOME"], "work": os.getcwd(), "tmp": os.environ.get("TMPDIR", "/tmp")}
-    before = {name: set(files(folder)) for name, folder in places.items()}
+    before = {name: files(folder) for name, folder in places.items()}
     supervisor._prctl(supervisor._PR_SET_CHILD_SUBREAPER, 1)
     try:
         code = subprocess.Popen(command).wait()
@@ -43,7 +47,7 @@ def main() -> int:
         print(f"cannot run {command[0]}: {error.strerror}", file=sys.stderr)
         return supervisor.CANNOT_RUN
     running = [said for pid in supervisor.descendants(os.getpid()) if (said := words(pid))]
-    new = {name: [file for file in files(folder) if file not in before[name]] for name, folder in places.items()}
+    new = {name: told_of(files(folder) - before[name]) for name, folder in places.items()}
     Path(told).write_text(json.dumps({"processes": running, "files": new}))
     return code if code >= 0 else 128 - code
 
