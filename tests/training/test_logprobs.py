@@ -7,8 +7,9 @@ import pytest
 import torch
 from trl.trainer.utils import add_fused_lm_head
 
+from longrein.training import tree
 from longrein.training.agent_tokens import AgentTokens
-from longrein.training.logprobs import trajectory_logps
+from longrein.training.logprobs import Packing, carry_packed_passes, trajectory_logps
 
 IDS = torch.randint(10, 500, (5, 9), generator=torch.Generator().manual_seed(0))
 LENGTHS = torch.tensor([9, 4, 7, 1, 6])
@@ -52,6 +53,27 @@ def test_the_padding_changes_nothing(model):
     assert padded.shape == (5, 14)
     assert (padded[:, 9:] == 0).all()
     torch.testing.assert_close(padded[:, :9], whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_forks_at_round_places_change_nothing(share, monkeypatch):
+    """Nor do the tokens after the last row's, in the result or in a gradient."""
+    for name, value in {"GRAINS": (4, 2), "FEW": 0.9, "TAIL": 3}.items():
+        monkeypatch.setattr(tree, name, value)
+    policy = parts.policy()
+    carry_packed_passes(policy)
+    ids = IDS.clone()
+    ids[1:, :3] = ids[0, :3]  # they fork at no round place
+    found, sizes = [], []
+    policy.get_input_embeddings().register_forward_hook(lambda _, given, __: sizes.append(given[0].numel()))
+    for aligned in (False, True):
+        policy.zero_grad()
+        logps = trajectory_logps(policy, ids, ATTENTION, SCORED, packing=Packing(share=share, aligned=aligned)).logps
+        (logps * torch.arange(1, 10)).sum().backward()
+        found.append([logps.detach(), *(one.grad.clone() for one in policy.parameters() if one.grad is not None)])
+    assert sizes[-1] >= sizes[-2] + 3
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_agent_tokens_gather_rows_of_a_rollout_into_one():

@@ -60,6 +60,7 @@ def test_an_aligned_tree_forks_at_round_places(few, rows):
     tail = len(tree) - (max((int(places.max(initial=-1)) for places in tree.places), default=-1) + 1)
     assert len(tree) - tail <= (1 + few) * len(exact)
     assert tail == 0 or (3 <= tail < 3 + 4 and len(tree) % 4 == 0)
+    assert tree.positions.max(initial=-1) == exact.positions.max(initial=-1)
     prefix_at: dict[int, tuple[int, ...]] = {}
     for row, places in zip(rows, tree.places, strict=True):
         assert tree.ids[places].tolist() == row.tolist()
@@ -80,6 +81,7 @@ def test_an_aligned_tree_of_many_tokens_ends_with_some_that_nothing_reads():
     assert (tree.starts.tolist(), packed.starts.tolist()) == ([0, 9000], [0, 9000, 16_000])
     assert [places.tolist() for places in packed.places] == [list(range(9000)), list(range(9000, 16_000))]
     assert len(PrefixTree.aligned([np.arange(8000)])) == 8000
+    assert len(PrefixTree.aligned([np.full(250, n) for n in range(40)])) == 10_000  # a model may have no more positions
 
 
 @given(ROWS)

@@ -24,7 +24,7 @@ GRAINS = (256, 128)
 FEW = 0.03
 """More tokens, for the sake of forks at such places."""
 TAIL = 255
-"""Tokens after the last row's, in an aligned tree of many."""
+"""Tokens after the last row's, at least, in an aligned tree of many."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +75,8 @@ class PrefixTree:
         few = FEW * (sum(map(len, rows)) - sum(common))
         common = next((one for one in map(coarse, GRAINS) if sum(common) - sum(one) <= few), common)
         tree = cls._of(rows, order, common) if share else _packed(rows)
-        return tree._with_tail(TAIL + -(len(tree) + TAIL) % GRAINS[0]) if few > TAIL else tree
+        tail = TAIL + -(len(tree) + TAIL) % GRAINS[0]
+        return tree._with_tail(tail) if few > TAIL and tail <= max(map(len, rows)) else tree  # no position is a new one
 
     @classmethod
     def _of(cls, rows: list[Ints], order: list[int], common: list[int]) -> PrefixTree:
