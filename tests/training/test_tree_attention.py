@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from longrein.contract import LongreinError
 from longrein.training import tree, tree_calls, tree_flex, tree_kernels
 from longrein.training.tree import PrefixTree
-from longrein.training.tree_attention import TreeAttention
+from longrein.training.tree_attention import TreeAttention, wants_aligned
 from longrein.training.tree_calls import Block, Uneven, Varlen
 from longrein.training.tree_flex import BLOCK, Flex, _blocks, bucket
 from longrein.training.tree_kernels import Attend, Cascade
@@ -293,16 +293,42 @@ def test_blocks_are_tried_before_they_are_used(kernel, right, monkeypatch, caplo
     assert right or "attention is flash attention alone" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("generation", "given", "allowed", "exact", "taken"),
+    [
+        (9, {}, True, False, True),
+        (10, {"backend": "cudnn"}, True, False, True),
+        (8, {}, True, False, False),
+        (9, {"backend": "varlen"}, True, False, False),
+        (9, {"half": False}, True, False, False),
+        (9, {"device": CPU}, True, False, False),
+        (9, {}, False, False, False),
+        (9, {}, True, True, False),  # its sums have no order
+    ],
+)
+def test_when_blocks_are_taken(generation, given, allowed, exact, taken, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (generation, 0))
+    monkeypatch.setattr(tree_calls, "_cudnn_is_right", lambda device: True)
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: allowed)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: exact)
+    assert wants_aligned(**{"backend": "auto", "device": torch.device("cuda"), "half": True} | given) is taken
+
+
 def test_blocks_come_in_few_sizes_and_compute_little_in_vain():
     rng = np.random.default_rng(0)
     squares, stretches, spare, counted = set(), set(), 0, 0
     for _ in range(20):
         prompt = rng.integers(0, 99, rng.integers(300, 4000))
         rows = [np.concatenate([prompt, rng.integers(0, 99, rng.integers(2000, 12_000))]) for _ in range(8)]
-        split = Varlen(PrefixTree.aligned(rows), CPU, kernel=Plain, blocks=PlainBlocks)
+        made = PrefixTree.aligned(rows)
+        split = Varlen(made, CPU, kernel=Plain, blocks=PlainBlocks)
         for call in (*split.own, *split.shared):
             if isinstance(call, Block):
                 sizes = call.given.stop - call.given.start, call.read.stop - call.read.start
+                assert call.given.start >= 0
+                assert max(call.given.stop, call.read.stop) <= len(made)
+                assert sizes[0] % tree_calls.STEP == 0 == sizes[1] % min(tree.GRAINS)
+                assert call.keys.stop - call.keys.start >= (tree_calls.LARGE if call.causal else tree_calls.THIN)
                 squares.add(sizes) if call.causal else stretches.add(sizes)
                 counted += (call.queries.stop - call.queries.start) * (call.keys.stop - call.keys.start)
                 spare += sizes[0] * sizes[1]
