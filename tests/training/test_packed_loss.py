@@ -16,7 +16,8 @@ from test_packed import forked_rows, made
 from trl import GRPOConfig
 
 from longrein import LongreinError
-from longrein.training import slopes
+from longrein.training import loss as loss_module
+from longrein.training import slopes, tree
 from longrein.training.logprobs import Logps, carry_packed_passes
 from longrein.training.loss import TrajectoryLoss
 from longrein.training.slopes import CLIPPED, why_not_clipped
@@ -186,6 +187,18 @@ def test_with_adapters_and_checkpointing_too(trainer, checkpointing, batch, loss
     assert_equal(trainer, typed(batch, torch.float64), 1e-10)
 
 
+@settings(max_examples=10)
+@given(batch=batches(), loss=st.sampled_from((*CLIPPED, *OTHERS)), budget=st.sampled_from((1, None)))
+def test_over_trees_that_fork_at_round_places_too(trainer, batch, loss, budget):
+    settle(trainer, cached("qwen3", torch.float64), loss_type=loss, beta=0.1)
+    trainer.args.token_budget = budget
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"GRAINS": (4, 2), "FEW": 0.9, "TAIL": 3}.items():
+            patch.setattr(tree, name, value)
+        patch.setattr(loss_module, "wants_aligned", lambda *_, **__: True)
+        assert_equal(trainer, typed(batch, torch.float64), 1e-10)
+
+
 @settings(max_examples=5)
 @given(batch=batches(), budget=st.sampled_from((1, None)))
 def test_a_quantile_of_entropies_is_over_the_whole_batch(trainer, batch, budget):
@@ -228,6 +241,7 @@ def test_a_loss_that_trl_changed_is_noticed(trainer, monkeypatch):
 def test_shared_tokens_are_forwarded_once_and_scored_pairs_projected_once(trainer):
     settle(trainer, cached("llama", torch.float32))
     trainer.args.token_budget = None
+    trainer.compute_loss(trainer.model, one_batch())  # what is tried once, of a model, is tried now
     trainer._metrics["train"].clear()
     seen = []
     hook = trainer.model.model.register_forward_hook(lambda module, args, output: seen.append(output.last_hidden_state))
@@ -235,6 +249,21 @@ def test_shared_tokens_are_forwarded_once_and_scored_pairs_projected_once(traine
     hook.remove()
     assert [one.shape[1] for one in seen] == [4]  # 1 2, then 3 and 5: what they predict is read by none
     assert trainer._metrics["train"]["packing/tokens_per_forwarded"] == [2.0]
+
+
+@pytest.mark.parametrize("formed", [True, False])
+def test_where_that_is_faster_rows_part_at_round_places(trainer, formed, monkeypatch):
+    settle(trainer, cached("llama", torch.float32), loss_type="dapo" if formed else "sapo")
+    trainer.args.token_budget = None
+    trainer.compute_loss(trainer.model, one_batch())
+    for name, value in {"GRAINS": (4, 4), "FEW": 0.9, "TAIL": 1}.items():
+        monkeypatch.setattr(tree, name, value)
+    monkeypatch.setattr(loss_module, "wants_aligned", lambda *_, **__: True)
+    seen = []
+    hook = trainer.model.model.register_forward_hook(lambda module, args, output: seen.append(output.last_hidden_state))
+    trainer.compute_loss(trainer.model, one_batch()).backward()
+    hook.remove()
+    assert [one.shape[1] for one in seen] == [8]  # 1 2 3 and 1 2 5, and two that nothing reads
 
 
 @pytest.mark.parametrize(

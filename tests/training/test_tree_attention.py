@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -221,7 +221,7 @@ def forked(seed: int) -> list[np.ndarray]:
     return rows
 
 
-@pytest.mark.parametrize(("step", "large", "thin"), [(4, 3, 2), (2, 100, 2), (8, 1, 100), (2, 1, 2)])
+@pytest.mark.parametrize(("step", "large", "thin"), [(4, 3, 2), (2, 100, 2), (8, 1, 100), (2, 1, 2), (8, 3, 2)])
 @settings(max_examples=60, deadline=None)
 @given(
     rows=st.integers(0, 2**32).map(forked),
@@ -230,6 +230,7 @@ def forked(seed: int) -> list[np.ndarray]:
     share=st.sampled_from([True, True, False]),
     few=st.sampled_from([0.0, 0.5]),
 )
+@example(rows=[np.array([1, 1, 2]), np.array([1, 1, 3])], window=None, groups=1, share=True, few=0.5)  # less than a step
 def test_how_blocks_split_an_aligned_tree(step, large, thin, rows, window, groups, share, few):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"STEP": step, "LARGE": large, "THIN": thin, "GRAINS": (2,)}.items():
@@ -317,10 +318,10 @@ def test_when_blocks_are_taken(generation, given, allowed, exact, taken, monkeyp
 def test_blocks_come_in_few_sizes_and_compute_little_in_vain():
     rng = np.random.default_rng(0)
     squares, stretches, spare, counted = set(), set(), 0, 0
-    for _ in range(20):
-        prompt = rng.integers(0, 99, rng.integers(300, 4000))
+    for make in 20 * [PrefixTree.aligned, PrefixTree.of]:
+        prompt = rng.integers(0, 99, rng.integers(100, 4000))
         rows = [np.concatenate([prompt, rng.integers(0, 99, rng.integers(2000, 12_000))]) for _ in range(8)]
-        made = PrefixTree.aligned(rows)
+        made = make(rows)
         split = Varlen(made, CPU, kernel=Plain, blocks=PlainBlocks)
         for call in (*split.own, *split.shared):
             if isinstance(call, Block):
