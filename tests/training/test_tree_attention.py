@@ -230,7 +230,7 @@ def forked(seed: int) -> list[np.ndarray]:
     share=st.sampled_from([True, True, False]),
     few=st.sampled_from([0.0, 0.5]),
 )
-@example(rows=[np.array([1, 1, 2]), np.array([1, 1, 3])], window=None, groups=1, share=True, few=0.5)  # less than a step
+@example(rows=[np.array([1, 1, 2]), np.array([1, 1, 3])], window=None, groups=1, share=True, few=0.0)  # less than a step
 def test_how_blocks_split_an_aligned_tree(step, large, thin, rows, window, groups, share, few):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"STEP": step, "LARGE": large, "THIN": thin, "GRAINS": (2,)}.items():
