@@ -190,11 +190,11 @@ def test_a_mistake_is_told_in_one_sentence(
 def test_a_folder_that_cannot_be_used_is_named(folder: Any, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").write_text("")
-    monkeypatch.setattr(sys, "argv", ["longrein", "train", "--model", str(folder("tiny")), "--out", "taken"])
+    monkeypatch.setattr(sys, "argv", ["longrein", "train", "--model", str(folder("tiny")), "--out", "taken/run"])
     with pytest.raises(SystemExit) as stopped:
         main()
     assert stopped.value.code == 1
-    assert "longrein: 'taken' cannot be used: File exists (run with --debug" in capsys.readouterr().err
+    assert "longrein: 'taken/run' cannot be used: Not a directory (run with --debug" in capsys.readouterr().err
 
 
 def test_debug_shows_the_traceback_wherever_it_stands(tmp_path: Path, monkeypatch: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import longrein
 
@@ -29,6 +30,43 @@ import longrein.runs.export, longrein.viewer.server, longrein.viewer.page
 print("ok")
 """
     assert run(code) == "ok"
+
+
+def test_a_mistake_in_what_is_to_be_played_is_told_before_anything_that_trains_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    code = f"""
+import contextlib, os, sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {HEAVY[:5]}:
+            raise ImportError(name + " is blocked")
+sys.meta_path.insert(0, Blocked())
+from longrein.cli import main
+os.chdir({str(tmp_path)!r})
+sys.stderr = sys.stdout
+for command, *words in (
+    ["train", "--env", "longrein.envs.TreasureHnut"], ["train", "--env-config", '{{"min_hops": "two"}}'],
+    ["train", "--tasks", "nowhere.parquet"], ["train", "--tasks", "taken"], ["train", "--out", "taken"], ["train", "--model", "./nowhere"],
+    ["eval", "--env", "longrein.envs.TreasureHnut"], ["eval", "--tasks", "nowhere.jsonl"], ["eval", "--model", "./nowhere"],
+):
+    sys.argv = ["longrein", command, *words]
+    with contextlib.suppress(SystemExit):
+        main()
+"""
+    told = [line.removeprefix("longrein: ") for line in run(code).splitlines() if line.startswith("longrein: ")]
+    hunt = "env_class_path 'longrein.envs.TreasureHnut': the module 'longrein.envs' has no 'TreasureHnut'. Did you mean 'longrein.envs.TreasureHunt'?"
+    model = "the model './nowhere' cannot be loaded: it must be a folder that `save_pretrained` wrote, or a causal model's name on the hub (there is no folder at that path)"
+    assert told == [
+        hunt,
+        "TreasureHunt refuses its env_config: min_hops is 'two'; it must be a whole number",
+        "there is no file 'nowhere.parquet'",
+        "the file 'taken' must end in .jsonl or .parquet: the ending says how it is read",
+        "out is 'taken', which is a file; a run is a folder: give it another name",
+        model,
+        hunt,
+        "there is no file 'nowhere.jsonl'",
+        model,
+    ]
 
 
 def test_every_public_name_is_importable() -> None:

@@ -21,7 +21,7 @@ from longrein.envs import EnvConfigError, HarnessEnv, TreasureHunt
 from longrein.harnesses.process import SESSION, ProcessSession
 from longrein.rollout import padded
 from longrein.rooms import TOOLS, look, opening
-from longrein.training.job import react_config
+from longrein.training.rows import react_config
 from longrein.training.trials import check_rows
 
 TASKS = TreasureHunt.tasks(3, seed=11)

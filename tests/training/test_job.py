@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from longrein import LongreinError
-from longrein.training.job import Settings, _apart, datasets_of
+from longrein.training.job import Settings, datasets_of
+from longrein.training.rows import _apart
 
 
 def rows(*numbers: int) -> list[dict[str, Any]]:

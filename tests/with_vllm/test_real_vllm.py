@@ -30,7 +30,8 @@ from longrein.engines.vllm_server import VLLMServer
 from longrein.envs.hunt import TreasureHunt
 from longrein.harnesses.supervisor import descendants
 from longrein.rollout import Rollout
-from longrein.training.job import Settings, react_config, train
+from longrein.training.job import Settings, train
+from longrein.training.rows import react_config
 from longrein.training.trials import collect
 
 

@@ -143,12 +143,11 @@ def _the_same(out: str | None, folder: Path) -> str:
 def _rows(settings: Settings, count: int, heldout: bool) -> list[dict[str, Any]]:
     from longrein.envs.environment import Environment
     from longrein.noise import derive
+    from longrein.training.rows import in_sandbox, rows_of
     from longrein.training.trials import check_rows, environment_class
 
     if heldout:
-        from longrein.training.job import datasets_of
-
-        return datasets_of(settings)[1][:count]
+        return rows_of(settings)[1][:count]
     if settings.tasks is not None:
         from longrein.envs.datasets import read_tasks
 
@@ -161,13 +160,7 @@ def _rows(settings: Settings, count: int, heldout: bool) -> list[dict[str, Any]]
         made = cls.tasks(count, seed=derive(settings.seed, "evaluation"), env_config=settings.env_config)
         rows = [{"env_class_path": settings.env, "env_config": settings.env_config, "task_data": task} for task in made]
     check_rows(rows)
-    if settings.sandbox == "auto":
-        return rows
-    from longrein.envs.harness import HarnessEnv
-
-    programs = {path for path in {row["env_class_path"] for row in rows} if issubclass(environment_class(path), HarnessEnv)}
-    own = {"sandbox": settings.sandbox}
-    return [{**row, "env_config": own | row["env_config"]} if row["env_class_path"] in programs else row for row in rows]
+    return in_sandbox(rows, settings)
 
 
 def _agent(settings: Settings, endpoint: dict[str, Any] | None, folder: Path, note: Any) -> tuple[Agent, Any]:

@@ -19,6 +19,7 @@ from longrein.training.settings import (
     HUNTS,
     Settings,
     read_run_file,
+    refuse_taken,
     refuse_unknown,
     saved_settings,
     settings_from,
@@ -78,15 +79,15 @@ def _run(settings: Settings, run_file: Path | None, *, as_json: bool) -> Path:
 
     with TrainDisplay(Console(stderr=as_json)) as display:
         display.note("loading")
-        _check_names(settings)
-        from longrein.training.job import train
-
+        folder = Path(settings.out) if settings.out else new_run_folder(f"seed{settings.seed}")
+        rows = _checked(settings, folder)
         settings = replace(settings, model=model_folder(settings.model, display.note))
         if settings.vllm_folder is not None:  # servers have working folders of their own
             settings = replace(settings, vllm_folder=str(Path(settings.vllm_folder).absolute()))
-        folder = Path(settings.out) if settings.out else new_run_folder(f"seed{settings.seed}")
+        from longrein.training.job import train
+
         try:
-            summary = train(settings, folder, progress=display.event)
+            summary = train(settings, folder, rows=rows, progress=display.event)
         except KeyboardInterrupt:
             raise Stopped(f"stopped; {_how_to_go_on(folder, run_file) or 'nothing was trained yet'}") from None
         except Exception:
@@ -110,15 +111,22 @@ def _some_failed(folder: Path) -> str | None:
     return f"{len(failed)} of {len(causes)} rollouts failed; the first cause: {failed[0]}" if failed else None
 
 
-def _check_names(settings: Settings) -> None:
-    """Refuse names that only the trainer knows before anything is loaded for it."""
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-
+def _checked(settings: Settings, folder: Path) -> Any:
+    """The rows of the run. What can be refused without the libraries that train, which take seconds to load, is refused here."""
+    from longrein.agents import refuse_no_model
     from longrein.training.advantages import AdvantageName
+    from longrein.training.rows import rows_of
 
+    refuse_taken(folder, resume=settings.resume)
     if settings.advantages not in (known := typing.get_args(AdvantageName)):
         raise LongreinError(f"advantages is {settings.advantages!r}; it must be one of {', '.join(known)}")
-    refuse_unknown(settings.report_to, [*INTEGRATION_TO_CALLBACK, "all", "none"], "report_to, TRL's list of trackers,")
+    refuse_no_model(settings.model)
+    rows = rows_of(settings)
+    if settings.report_to:
+        from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+        refuse_unknown(settings.report_to, [*INTEGRATION_TO_CALLBACK, "all", "none"], "report_to, TRL's list of trackers,")
+    return rows
 
 
 def _smoke(settings: Settings) -> Settings:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 COLUMNS = ("env_class_path", "env_config", "task_data")
+JSON_LINES = (".jsonl", ".json", ".ndjson")
 
 
 def task_dataset(rows: Iterable[dict[str, Any]]) -> Dataset:
@@ -51,9 +52,13 @@ def read_tasks(
 ) -> list[dict[str, Any]]:
     """The rows of `load_tasks` as they are; those of a JSONL file are read without the `datasets` library."""
     path = Path(source)
-    if path.suffix in (".jsonl", ".json", ".ndjson") and path.is_file():
+    if path.suffix in JSON_LINES and path.is_file():
         with path.open() as lines:
             rows = [as_dict(line, f"{source}, line {number},") for number, line in enumerate(lines, 1) if line.strip()]
+    elif path.suffix in (*JSON_LINES, ".parquet") and not path.exists():
+        raise LongreinError(f"there is no file {source!r}")
+    elif path.is_file() and path.suffix != ".parquet":
+        raise LongreinError(f"the file {source!r} must end in .jsonl or .parquet: the ending says how it is read")
     else:
         from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
@@ -62,10 +67,6 @@ def read_tasks(
                 loaded = load_from_disk(str(path)) if path.is_dir() else Dataset.from_parquet(str(path))
             except Exception as error:  # of `datasets` or of pyarrow, by what is wrong with the file
                 raise LongreinError(f"{source!r} cannot be read: {type(error).__name__}: {error}") from error
-        elif path.suffix in (".jsonl", ".json", ".ndjson", ".parquet"):
-            raise LongreinError(f"there is no file {source!r}")
-        elif path.is_file():
-            raise LongreinError(f"the file {source!r} must end in .jsonl or .parquet: the ending says how it is read")
         else:
             name, _, split = source.partition(":")
             try:

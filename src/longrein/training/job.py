@@ -25,18 +25,16 @@ from longrein import __version__
 from longrein.agents import Agent
 from longrein.contract import LongreinError, Sampling
 from longrein.engines.vllm import VLLMEngine
-from longrein.envs.datasets import checked_row, load_tasks, task_dataset
-from longrein.envs.environment import Environment
-from longrein.envs.harness import HarnessEnv
-from longrein.envs.hunt import TreasureHunt
+from longrein.envs.datasets import task_dataset
 from longrein.noise import derive
 from longrein.runs.schema import FILE
 from longrein.training.config import GRPOEnvConfig
 from longrein.training.interrupts import Interrupts, newest_checkpoint
 from longrein.training.keeper import RunKeeper
-from longrein.training.settings import HUNTS, Settings
+from longrein.training.rows import Rows, rows_of
+from longrein.training.settings import Settings, refuse_taken
 from longrein.training.trainer import GRPOEnvTrainer
-from longrein.training.trials import Collected, EnvironmentCache, check_rows, collect, environment_class
+from longrein.training.trials import Collected, EnvironmentCache, collect
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +57,15 @@ class Heldout:
 Progress = Callable[[dict[str, Any]], None]
 
 
-def train(settings: Settings, folder: Path, *, progress: Progress = lambda event: None) -> dict[str, Any]:
-    """Run a job into `folder` and give its summary. `progress` is told of every stage and step."""
+def train(
+    settings: Settings, folder: Path, *, rows: tuple[Rows, Rows] | None = None, progress: Progress = lambda event: None
+) -> dict[str, Any]:
+    """Run a job into `folder` and give its summary. `rows` are those of `rows_of`, where they are made already; `progress` is
+    told of every stage and step."""
     started = time.perf_counter()
-    if (folder / FILE).exists() and not settings.resume:
-        raise LongreinError(
-            f"{folder} holds a run already; go on with it (--resume {folder}) or give this one another --out"
-        )
-    train_rows, heldout_rows = datasets_of(settings)
+    refuse_taken(folder, resume=settings.resume)
+    rest, heldout_rows = rows or rows_of(settings)
+    train_rows = task_dataset(rest)
     with _only_if_used(folder):
         folder.mkdir(parents=True, exist_ok=True)
         progress({"stage": "load", "model": settings.model})
@@ -202,86 +201,9 @@ def make_trainer(settings: Settings, agent: Agent, rows: Any, folder: Path) -> G
 
 
 def datasets_of(settings: Settings) -> tuple[Any, list[dict[str, Any]]]:
-    """The rows to train on and, apart from them, the rows held out."""
-    needed = settings.tasks_per_step * settings.steps
-    if settings.tasks is None:
-        cls = environment_class(settings.env)
-        if not issubclass(cls, Environment):
-            raise LongreinError(f"{settings.env} makes no tasks of its own; name a dataset (`--tasks`)")
-        config = settings.env_config
-        cls.check_config(config)
-        made = [
-            {"env_class_path": settings.env, "env_config": config, "task_data": task}
-            for task in cls.tasks(settings.heldout + needed, seed=derive(settings.seed, "tasks"), env_config=config)
-        ]
-        rest, kept = _apart(made, settings.heldout)
-        rest, kept = (_in_sandbox(_some_by_program(rows, settings), settings) for rows in (rest, kept))
-        check_rows([*kept, *rest])
-        return task_dataset(rest), kept
-    loaded = load_tasks(settings.tasks, env_class_path=settings.env, env_config=settings.env_config)
-    rows = [checked_row(dict(row), index) for index, row in enumerate(loaded)]
-    check_rows(rows)
-    order = np.random.default_rng(settings.seed).permutation(len(rows))
-    rest, kept = _apart([rows[index] for index in order], min(settings.heldout, len(rows) // 5))
-    return task_dataset(_in_sandbox(rest, settings)), _in_sandbox(kept, settings)
-
-
-def _apart(rows: list[dict[str, Any]], heldout: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows to train on, and the first rows held out; no task is in both. Where there are few different tasks, a third of
-    them is held out."""
-    key = [json.dumps(row, sort_keys=True) for row in rows]
-    different = list(dict.fromkeys(key))
-    known = set(key[:heldout])
-    kept = rows[:heldout]
-    if len(different) - len(known) < len(different) / 3:
-        known = set(different[: max(1, len(different) // 3)] if heldout else [])
-        kept = [json.loads(text) for text in different if text in known]
-    rest = [row for row, text in zip(rows, key, strict=True) if text not in known]
-    if not rest:
-        raise LongreinError(f"there is {len(different)} task, and none is left to train on once it is held out; add tasks")
-    return rest, kept
-
-
-def _some_by_program(rows: list[dict[str, Any]], settings: Settings) -> list[dict[str, Any]]:
-    """Every so many rows played by the ReAct program: the same task, through a process and the proxy."""
-    if not settings.program_share:
-        return rows
-    if settings.env not in HUNTS or settings.env_config.get("actions", "tools") != "tools":
-        raise LongreinError(f"program_share is for hunts by tool calls; the environment is {settings.env}")
-    every = round(1 / settings.program_share)
-    config = react_config(settings.env_config)
-    by_program = {"env_class_path": "longrein.envs.HarnessEnv", "env_config": config}
-    return [{**row, **by_program} if index % every == 0 else row for index, row in enumerate(rows)]
-
-
-def _in_sandbox(rows: list[dict[str, Any]], settings: Settings) -> list[dict[str, Any]]:
-    """The rows, those of agent programs with the sandbox that was asked for where they name none of their own."""
-    if settings.sandbox == "auto":
-        return rows
-    programs = {path for path in {row["env_class_path"] for row in rows} if issubclass(environment_class(path), HarnessEnv)}
-    config = {"sandbox": settings.sandbox}
-    return [{**row, "env_config": config | row["env_config"]} if row["env_class_path"] in programs else row for row in rows]
-
-
-def react_config(hunt: dict[str, Any]) -> dict[str, Any]:
-    """The ReAct program on hunts, with the limits of the environment it stands beside."""
-    limits = TreasureHunt.check_config(hunt)
-    return {
-        "command": [
-            "{python}",
-            "-m",
-            "longrein.harnesses.react",
-            "--rooms",
-            "{rooms}",
-            "--max-turns",
-            str(limits.max_turns),
-        ],
-        "verify": "longrein.harnesses.react.verify_hunt",
-        "max_turns": limits.max_turns,
-        "max_tokens": limits.max_tokens,
-        "max_reply_tokens": limits.max_reply_tokens,
-        "max_seconds": 120,
-    }
+    """`rows_of`, those to train on as the trainer takes them."""
+    rest, kept = rows_of(settings)
+    return task_dataset(rest), kept
 
 
 def evaluate(agent: Agent, rows: list[dict[str, Any]], *, seed: int, repeats: int = 1) -> Heldout:

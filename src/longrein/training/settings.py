@@ -202,3 +202,13 @@ def saved_settings(folder: Path) -> dict[str, Any]:
         raise LongreinError(f"{folder} holds no checkpoint to go on from; `longrein train` starts a new run")
     saved = json.loads((folder / "config.json").read_text())
     return {name: value for name, value in saved.items() if name in setting_types()}
+
+
+def refuse_taken(folder: Path, *, resume: bool) -> None:
+    """Refuse a folder that a new run cannot be written to."""
+    from longrein.runs.schema import FILE
+
+    if folder.is_file():
+        raise SettingError(f"out is {str(folder)!r}, which is a file; a run is a folder: give it another name")
+    if (folder / FILE).exists() and not resume:
+        raise SettingError(f"{folder} holds a run already; go on with it (--resume {folder}) or give this one another --out")

@@ -271,8 +271,13 @@ def environment_class(path: str) -> type:
 def _nearest(path: str) -> str:
     """The environment that was perhaps meant: of longrein's, or of the module that was named."""
     module, _, name = path.rpartition(".")
-    known = [f"longrein.envs.{one}" for one in envs.__all__ if callable(getattr(getattr(envs, one), "run_trial", None))]
-    known += [f"{module}.{one}" for one in vars(sys.modules[module])] if module in sys.modules else []
+    places = {"longrein.envs": vars(envs), **({module: vars(sys.modules[module])} if module in sys.modules else {})}
+    known = [
+        f"{place}.{one}"
+        for place, names in places.items()
+        for one, found in names.items()
+        if isinstance(found, type) and hasattr(found, "run_trial")
+    ]
     near = difflib.get_close_matches(path, known, n=1) or difflib.get_close_matches(f"longrein.envs.{name}", known, n=1)
     return f". Did you mean {near[0]!r}?" if near else ""
 
