@@ -134,15 +134,13 @@ PIECE = 192
 
 
 def _asks(tree: PrefixTree, needed: Ints | None) -> NDArray[np.bool_]:
-    """(N,) which places ask: those that are needed, and runs of few others between two of them in a segment."""
+    """(N,) which places ask: those that are needed, and runs of few others between two of them."""
     if needed is None:
         return np.ones(len(tree), bool)
     asks = np.zeros(len(tree), bool)
     asks[needed] = True
-    segment = np.repeat(np.arange(len(tree.starts)), tree.ends - tree.starts)
-    at = np.flatnonzero(asks)
-    for before, after in zip(at[:-1].tolist(), at[1:].tolist(), strict=True):
-        if 1 < after - before <= FEW and segment[before] == segment[after]:
+    for before, after in pairwise(np.flatnonzero(asks).tolist()):
+        if after - before <= FEW:
             asks[before:after] = True
     return asks
 
