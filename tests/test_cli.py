@@ -18,6 +18,7 @@ import pytest
 
 from longrein.cli import main
 from longrein.contract import LongreinError
+from longrein.runs import Run
 
 
 def longrein(*arguments: str, cwd: Path, timeout: float = 480) -> subprocess.CompletedProcess[str]:
@@ -129,6 +130,12 @@ def test_ctrl_c_saves_and_says_how_to_go_on(folder: Any, tmp_path: Path) -> None
     result = longrein("train", "--resume", "run", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == 5
+    phases = Run(tmp_path / "run").rows("SELECT phase, count(*) FROM rollouts GROUP BY phase ORDER BY phase", raw=True)
+    assert (phases[0], phases[1]) == (("after", 8), ("before", 8)), "what was played before is not played again"
+    assert (
+        f"{json.loads((tmp_path / 'run/summary.json').read_text())['heldout_success_before']:.0%} of held-out"
+        in result.stdout
+    )
     steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(set(steps))
 

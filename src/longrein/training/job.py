@@ -27,6 +27,9 @@ from longrein.contract import LongreinError, Sampling
 from longrein.engines.vllm import VLLMEngine
 from longrein.envs.datasets import task_dataset
 from longrein.noise import derive
+from longrein.rollout import Rollout
+from longrein.runs import Run
+from longrein.runs.reader import Filter
 from longrein.runs.schema import FILE
 from longrein.training.config import GRPOEnvConfig
 from longrein.training.interrupts import Interrupts, newest_checkpoint
@@ -37,6 +40,10 @@ from longrein.training.trainer import GRPOEnvTrainer
 from longrein.training.trials import Collected, EnvironmentCache, collect
 
 logger = logging.getLogger(__name__)
+
+CONFIG = "config.json"
+PLAYED_WITH = ("model", "env", "env_config", "harness", "verify", "temperature", "program_share", "sandbox", "seed")
+"""The settings that a held-out rollout depends on, besides its task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +78,8 @@ def train(
         progress({"stage": "load", "model": settings.model})
         agent = load_agent(settings)
         trainer = make_trainer(settings, agent, train_rows, folder)
-    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(settings), indent=2))
+    earlier = _played_before(settings, folder) if settings.resume and (folder / FILE).exists() else {}
+    (folder / CONFIG).write_text(json.dumps(dataclasses.asdict(settings), indent=2))
     trainer.add_callback(_Report(folder, progress))
     keeper = RunKeeper(trainer, folder)
     trainer.add_callback(keeper)
@@ -80,7 +88,9 @@ def train(
         progress({"stage": "before", "tasks": len(heldout_rows)})
         trainer.sync_weights()
         with keeper.phase("before", 0):
+            agent.played = earlier
             before = evaluate(agent, heldout_rows, seed=settings.seed)
+            agent.played = {}
         if heldout_rows and before.failed == len(heldout_rows):
             raise LongreinError(
                 f"every one of {before.failed} held-out rollouts failed before any training; the first cause: {before.cause}"
@@ -117,6 +127,14 @@ def train(
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=2))
     return summary
+
+
+def _played_before(settings: Settings, folder: Path) -> dict[int, Rollout]:
+    """The held-out rollouts that a run played before it trained, by seed; none where they would be others now."""
+    then, now = json.loads((folder / CONFIG).read_text()), json.loads(json.dumps(dataclasses.asdict(settings)))
+    if any(then.get(name) != now[name] for name in PLAYED_WITH):
+        return {}
+    return {rollout.seed: rollout for rollout in Run(folder).rollouts(Filter(phase="before", failed=False))}
 
 
 @contextlib.contextmanager
