@@ -163,14 +163,17 @@ class Plain:
             yield (q, k), query[q].transpose(0, 1), keys, values, hidden
 
 
-@pytest.mark.parametrize("cost", [0.0, 1.5, 1e9])  # every ancestor read apart, the cheaper of two, every one copied
+@pytest.mark.parametrize(  # every ancestor read apart, the cheaper of two, every one copied, all but the longest
+    ("cost", "copies"), [(0.0, 99), (1.5, 99), (1e9, 99), (1e9, 0.5)]
+)
 @settings(max_examples=25, deadline=None)
 @given(rows=ROWS, window=st.sampled_from([None, 1, 3]), groups=st.sampled_from([1, 4]), again=st.booleans())
-def test_how_varlen_splits_a_tree(cost, rows, window, groups, again):
+def test_how_varlen_splits_a_tree(cost, copies, rows, window, groups, again):
     tree = PrefixTree.of(rows)
     leaves = inputs(tree, groups=groups)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree_calls, "JOIN_COST", cost)
+        patch.setattr(tree_calls, "COPIES", copies)
         kernel = Varlen(tree, CPU, window, Plain)
     kept: list[torch.Tensor] = []
     for _ in range(1 + again):  # a layer run again is given what it gave
@@ -188,6 +191,14 @@ def test_deep_trees_are_split_by_what_is_cheaper():
     split = Varlen(PrefixTree.of(wide), CPU, kernel=Plain)
     assert (len(split.own), len(split.shared)) == (1, 0)
     assert split.own[0].key_ends[-1] == 10 + 9 * 310
+
+
+def test_a_long_chain_of_forks_copies_no_more_keys_than_there_is_memory_for():
+    trunk = np.arange(10_000)
+    rows = [np.concatenate([trunk[: 20 * n], 20_000 + 1000 * n + np.arange(200)]) for n in range(1, 501)]
+    tree = PrefixTree.of([trunk, *rows])
+    read = Varlen(tree, CPU, kernel=Plain).own[0].key_ends[-1]
+    assert len(tree) < read <= (1 + tree_calls.COPIES) * len(tree)
 
 
 class PlainBlocks:

@@ -263,6 +263,8 @@ def _cudnn_is_right(device: torch.device) -> bool:
 
 JOIN_COST = 0.8
 """Of joining a query's result, forward and backward, over that of copying a key for one more descendant: bytes moved."""
+COPIES = 8
+"""Of a tree's tokens, at most: keys that are copied for descendants."""
 STEP = 256
 """Lengths of blocks are multiples of it."""
 LARGE = 2560
@@ -286,6 +288,11 @@ def _calls(
     descendants = (np.searchsorted(tree.starts, tree.subtree_ends) - np.arange(len(starts)) - 1).tolist()
     cheaper = [JOIN_COST * (reaches[s] - ends[s]) < lengths[s] * descendants[s] for s in segments]
     apart = [window is None and reaches[s] > ends[s] and (thick[s] or cheaper[s]) for s in segments]
+    copies = [0 if apart[s] or window is not None else lengths[s] * descendants[s] for s in segments]
+    for s in sorted(segments, key=lambda s: -copies[s]):
+        if sum(copies) <= COPIES * len(tree):
+            break
+        apart[s], copies[s] = True, 0
     copied = [[one for one in path[:-1] if not apart[one]] for path in tree.paths]
     large = [blocky and not copied[s] and lengths[s] >= LARGE and starts[s] + _up(lengths[s]) <= len(tree) for s in segments]
     own: list[Call] = []
