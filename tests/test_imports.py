@@ -10,6 +10,15 @@ import longrein
 
 HEAVY = ("torch", "transformers", "trl", "datasets", "accelerate", "numpy", "renderers", "aiohttp")
 
+BLOCKED = f"""
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {HEAVY[:5]}:
+            raise ImportError(name + " is blocked")
+sys.meta_path.insert(0, Blocked())
+"""
+
 
 def test_import_is_light_and_quick() -> None:
     assert seconds("import longrein") < 0.3
@@ -17,13 +26,7 @@ def test_import_is_light_and_quick() -> None:
 
 
 def test_the_light_rooms_need_no_torch() -> None:
-    code = f"""
-import sys
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {HEAVY[:5]}:
-            raise ImportError(name + " is blocked")
-sys.meta_path.insert(0, Blocked())
+    code = f"""{BLOCKED}
 import longrein.contract, longrein.rollout, longrein.rendering, longrein.recorder, longrein.agents, longrein.envs
 import longrein.proxy, longrein.harnesses.process, longrein.engines.scripted, longrein.engines.replay, longrein.engines.vllm, longrein.envs.harness
 import longrein.runs.export, longrein.viewer.server, longrein.viewer.page
@@ -32,15 +35,23 @@ print("ok")
     assert run(code) == "ok"
 
 
+def test_a_tokenizer_asked_for_where_transformers_is_missing_says_what_to_install() -> None:
+    code = f"""{BLOCKED}
+from longrein.contract import LongreinError
+from longrein.harnesses.commands import _rendering
+try:
+    _rendering("anywhere")
+except LongreinError as error:
+    print(error)
+"""
+    sentence = "--tokenizer needs transformers, which is not installed: pip install 'longrein[train]', or leave it unsaid"
+    assert run(code) == sentence
+
+
 def test_a_mistake_in_what_is_to_be_played_is_told_before_anything_that_trains_is_imported(tmp_path: Path) -> None:
     (tmp_path / "taken").touch()
-    code = f"""
-import contextlib, os, sys
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {HEAVY[:5]}:
-            raise ImportError(name + " is blocked")
-sys.meta_path.insert(0, Blocked())
+    code = f"""{BLOCKED}
+import contextlib, os
 from longrein.cli import main
 os.chdir({str(tmp_path)!r})
 sys.stderr = sys.stdout
@@ -59,12 +70,12 @@ for command, *words in (
     assert told == [
         hunt,
         "TreasureHunt refuses its env_config: min_hops is 'two'; it must be a whole number",
-        "there is no file 'nowhere.parquet'",
+        "there is no file 'nowhere.parquet'; tasks are read from a .jsonl or .parquet file, or from a dataset of the hub by its name",
         "the file 'taken' must end in .jsonl or .parquet: the ending says how it is read",
         "out is 'taken', which is a file; a run is a folder: give it another name",
         model,
         hunt,
-        "there is no file 'nowhere.jsonl'",
+        "there is no file 'nowhere.jsonl'; tasks are read from a .jsonl or .parquet file, or from a dataset of the hub by its name",
         model,
     ]
 

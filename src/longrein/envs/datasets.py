@@ -56,7 +56,9 @@ def read_tasks(
         with path.open() as lines:
             rows = [as_dict(line, f"{source}, line {number},") for number, line in enumerate(lines, 1) if line.strip()]
     elif path.suffix in (*JSON_LINES, ".parquet") and not path.exists():
-        raise LongreinError(f"there is no file {source!r}")
+        raise LongreinError(
+            f"there is no file {source!r}; tasks are read from a .jsonl or .parquet file, or from a dataset of the hub by its name"
+        )
     elif path.is_file() and path.suffix != ".parquet":
         raise LongreinError(f"the file {source!r} must end in .jsonl or .parquet: the ending says how it is read")
     else:

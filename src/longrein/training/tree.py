@@ -1,4 +1,4 @@
-"""The prefix tree of a micro-batch: every distinct prefix of its rows stands in it once.
+"""The prefix tree of a micro-batch: every distinct prefix of its rows stands in it once (in an aligned one, a few for each row).
 
 Always true: `ids[places[r]]` are the tokens of row r and `positions[places[r]]` count from 0; tokens are laid out depth
 first, so the descendants of a segment follow it without a gap, and token q reads token k exactly when
